@@ -1,0 +1,17 @@
+"""Fault tolerance for Horovod's elastic mode. Imports no framework: use ``horovod_ft.torch`` in a training script."""
+
+from horovod_ft.errors import HorovodFtError
+from horovod_ft.policies.rollback import MiniBatchRollback
+from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, Replay
+from horovod_ft.version import __version__
+
+__all__ = [
+    "Abort",
+    "Decision",
+    "Failure",
+    "HorovodFtError",
+    "MiniBatchRollback",
+    "RecoveryPolicy",
+    "Replay",
+    "__version__",
+]

@@ -1,0 +1,1 @@
+"""Fault plans, and their injection into a real run."""

@@ -1,0 +1,36 @@
+"""Is there a Horovod that works? Says exactly what to run if not. Imports Horovod only inside its functions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+from horovod_ft.errors import InstallationError
+
+REMEDY = (
+    "Run scripts/install in a checkout of horovod_ft with this environment active: it builds Horovod 0.28.1 for the "
+    "frameworks that are installed (no wheel on PyPI works with today's)"
+)
+
+
+def require_horovod(framework: str, extension: str) -> None:
+    """Make sure that Horovod's extension for a framework can be loaded.
+
+    Args:
+        framework: ``torch`` or ``tensorflow``.
+        extension: the compiled module inside ``horovod.<framework>``.
+
+    Raises:
+        InstallationError: it cannot; the message holds the command that mends it.
+    """
+    if importlib.util.find_spec(framework) is None:
+        raise InstallationError(f"{framework} is not installed: pip install 'horovod_ft[{framework}]'. Then: {REMEDY}")
+    if importlib.util.find_spec("horovod") is None:
+        raise InstallationError(f"Horovod is not installed. {REMEDY}")
+    try:
+        importlib.import_module(framework)  # its libraries must be loaded before the extension
+        importlib.import_module(f"horovod.{framework}.{extension}")
+    except ImportError as error:
+        raise InstallationError(
+            f"Horovod is installed, but not for {framework} as it is here ({error}). {REMEDY}"
+        ) from error

@@ -1,0 +1,157 @@
+"""The ledger: who was dealt which samples, and which steps were committed. Proof that no sample was lost or repeated.
+
+Each worker appends to a file of its own: a ``dealt`` record before a batch is trained on, with the ids it really got,
+and a ``committed`` record when the step is final. A worker that dies between the two has left its ``dealt`` record, and
+the survivors' ``committed`` record says whether that share went into the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horovod_ft.data import Deal
+from horovod_ft.errors import ConfigurationError
+from horovod_ft.events import JsonLines, file_name
+from horovod_ft.settings import writable_folder
+
+
+class Ledger:
+    """The writing side. With ``folder=None`` every call does nothing.
+
+    Args:
+        folder: where the file of this worker goes; made if need be.
+        worker: name of this worker for its whole life.
+    """
+
+    def __init__(self, folder: Path | None, worker: str = "") -> None:
+        self._lines: JsonLines | None = None
+        self._open: list[Deal] = []
+        if folder is not None:
+            writable_folder(folder, "HOROVOD_FT_LEDGER")
+            self._lines = JsonLines(folder / f"ledger-{file_name(worker)}.jsonl")
+
+    def describe(self, *, length: int, drop_last: bool) -> None:
+        """Say once what the stream is made of."""
+        self._write(kind="stream", length=length, drop_last=drop_last)
+
+    def dealt(self, step: int, deal: Deal) -> None:
+        """This worker is about to train on a deal; ``step`` is the step it will belong to once committed."""
+        if self._lines is None:
+            return
+        self._open.append(deal)
+        ids = [] if deal.idle else deal.ids.tolist()
+        self._write(kind="dealt", step=step, generation=deal.generation, rank=deal.rank, size=deal.size, ids=ids)
+
+    def committed(self, step: int, generation: int) -> None:
+        """The step is final; its update was computed by the group of ``generation``."""
+        if self._lines is None:
+            return
+        ranges = [(deal.epoch, deal.start, deal.stop) for deal in self._open]
+        self._write(kind="committed", step=step, generation=generation, ranges=ranges)
+        self._open.clear()
+
+    def discarded(self) -> None:
+        """What was dealt since the last commit will be dealt again."""
+        self._open.clear()
+
+    def _write(self, **record: Any) -> None:
+        if self._lines is not None:
+            self._lines.write(json.dumps(record, separators=(",", ":")))
+
+
+@dataclass
+class LedgerReport:
+    """What the ledger of a run proves.
+
+    Attributes:
+        steps: committed steps.
+        epochs: epochs whose every sample was visited exactly once.
+        samples: samples applied, over all epochs.
+        problems: everything that is not as it should be, one sentence each.
+    """
+
+    steps: int = 0
+    epochs: int = 0
+    samples: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Every sample of every finished epoch exactly once, every step committed once, everywhere alike."""
+        return not self.problems and self.steps > 0
+
+
+def verify_ledger(folder: Path) -> LedgerReport:
+    """Read the files of all workers and check them against each other.
+
+    Raises:
+        ConfigurationError: the folder holds no ledger.
+    """
+    records = list(_read(folder))
+    if not records:
+        raise ConfigurationError(f"{folder} holds no ledger: run with HOROVOD_FT_LEDGER={folder}")
+    report = LedgerReport()
+    stream = _one_of(report, "length of the dataset", [(r["length"], r["drop_last"]) for r in _kind(records, "stream")])
+    final = _final_steps(report, records)
+    dealt: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for record in _kind(records, "dealt"):
+        dealt[record["step"], record["generation"]].extend(record["ids"])
+    visited: dict[int, list[int]] = defaultdict(list)
+    for step, (generation, ranges) in sorted(final.items()):
+        ids = dealt[step, generation]
+        expected = sum(stop - start for _, start, stop in ranges)
+        if len(ids) != expected:
+            report.problems.append(f"step {step}: {len(ids)} samples were trained on, its global batch has {expected}")
+        if ranges:
+            visited[ranges[0][0]].extend(ids)
+        report.samples += len(ids)
+    report.steps = len(final)
+    _check_epochs(report, visited, stream)
+    return report
+
+
+def _read(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("ledger-*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def _kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def _one_of(report: LedgerReport, what: str, values: list[Any]) -> Any:
+    if len(set(values)) > 1:
+        report.problems.append(f"workers disagree on the {what}: {sorted(set(values))}")
+    return values[0] if values else None
+
+
+def _final_steps(report: LedgerReport, records: list[dict[str, Any]]) -> dict[int, tuple[int, list[list[int]]]]:
+    """For each committed step the generation that computed it and its ranges; workers must agree."""
+    final: dict[int, tuple[int, list[list[int]]]] = {}
+    for record in _kind(records, "committed"):
+        step, claim = record["step"], (record["generation"], record["ranges"])
+        if final.setdefault(step, claim) != claim:
+            report.problems.append(f"step {step} was committed as {final[step]} and as {claim}")
+    missing = sorted(set(range(1, max(final, default=0) + 1)) - set(final))
+    if missing:
+        report.problems.append(f"steps that nobody committed: {missing}")
+    return final
+
+
+def _check_epochs(report: LedgerReport, visited: dict[int, list[int]], stream: tuple[int, bool] | None) -> None:
+    last = max(visited, default=-1)
+    for epoch, ids in sorted(visited.items()):
+        repeated = len(ids) - len(set(ids))
+        if repeated:
+            report.problems.append(f"epoch {epoch}: {repeated} samples were trained on more than once")
+        length, drop_last = stream if stream is not None else (len(ids), False)
+        complete = len(set(ids)) == length
+        report.epochs += complete
+        if not complete and epoch != last and not drop_last:
+            report.problems.append(f"epoch {epoch}: {length - len(set(ids))} of {length} samples were never trained on")

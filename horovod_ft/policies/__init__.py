@@ -1,0 +1,1 @@
+"""One file a policy. Others are found by the entry point ``horovod_ft.policies``."""

@@ -1,0 +1,438 @@
+"""The engine: the only place that catches Horovod's failure signals, asks the policy, and carries its decision out.
+
+It knows neither the framework (it sees a Trainee) nor how a group is formed (it sees a Membership). Every collective of
+a recovery is called from here, in the same order by every worker: reform, agreement, decision, transfer. If the group
+breaks again on the way, all of it starts over with whoever is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from horovod_ft.agreement import Agreement, Resume, Standing, agree, same_everywhere
+from horovod_ft.committer import Committer
+from horovod_ft.errors import PolicyError, RecoveryError, UsageError
+from horovod_ft.events import EventBus
+from horovod_ft.faults.inject import Injector
+from horovod_ft.ledger import Ledger
+from horovod_ft.membership.base import Group, Membership, Pending
+from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, decide
+from horovod_ft.transfer import Replica, transfer
+
+log = logging.getLogger("horovod_ft")
+
+T = TypeVar("T")
+
+#: Groups that may break one after the other while one recovery tries to form them.
+MAX_ATTEMPTS = 20
+
+
+class Trainee(Replica, Protocol):
+    """What the engine needs of a framework's training state, beyond its tensors."""
+
+    def schema(self) -> list[str]:
+        """One line a tensor: name, shape, dtype. Must be equal on all workers."""
+
+    def drain(self) -> tuple[int, int]:
+        """The group broke: wait until Horovod no longer touches any tensor. Returns gradients done, and asked for."""
+
+    def discard(self) -> None:
+        """Forget gradients of the step that failed."""
+
+    def accumulating(self) -> bool:
+        """Gradients of several batches are being summed up and the update is still to come."""
+
+    def at_risk(self) -> int:
+        """Samples of the global batch that is being worked on, over all workers."""
+
+    def regrouped(self, group: Group) -> None:
+        """A new group stands, before state is transferred in it. Not called in a process that has just begun."""
+
+    def settled(self, group: Group) -> None:
+        """A new group stands and all its workers have the state."""
+
+    def reentering(self) -> None:
+        """The training function is about to run from its top."""
+
+    def stepping(self) -> None:
+        """Training goes by ``state.step()``: nothing but light state has to be remembered."""
+
+
+class HostsChanged(Exception):  # noqa: N818  a signal between an adapter and the engine, no error
+    """Raised inside the training function, on all workers at once: form the group anew and enter it again."""
+
+
+class Engine:
+    """One training state under one policy. Not thread-safe: all calls come from the training thread."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        trainee: Trainee,
+        committer: Committer,
+        bus: EventBus,
+        injector: Injector,
+        ledger: Ledger,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.membership = membership
+        self.committer = committer
+        self.injector = injector
+        self.running = False
+        self._trainee = trainee
+        self._bus = bus
+        self._ledger = ledger
+        self._mono = mono
+        #: Training goes by ``step``; False while it goes by explicit commits, or has not begun.
+        self.stepping = False
+        self._previous: Group = membership.group
+        self._policy: RecoveryPolicy | None = None
+        self._pending: Pending | None = None
+        self._noted: BaseException | None = None
+        self._inside = False
+        self._failures = 0
+        self._last_commit = mono()
+        self._resuming = False
+
+    # --- the training function -------------------------------------------------------------------------------------
+
+    def run(self, policy: RecoveryPolicy, function: Callable[[], T]) -> T:
+        """Run the training function to its end, through all failures that the policy recovers. Blocks until then.
+
+        Raises:
+            RecoveryError: the policy gave up, or no group can be formed; on every survivor.
+            DivergenceError: the workers do not train the same thing.
+        """
+        if self.running:
+            raise UsageError("this state is already inside elastic.run")
+        self._policy = policy
+        self.membership.watch()
+        self.running = True
+        try:
+            self._assemble(Resume.REENTER, failed=False, formed=True)
+            self._bus.emit("started")
+            while True:
+                self._trainee.reentering()
+                if not self.stepping:
+                    self.committer.begin()
+                try:
+                    result = function()
+                except self.membership.failure_types as error:
+                    self.recover(error, Resume.REENTER)
+                    continue
+                except HostsChanged:
+                    self._resize(Resume.REENTER)
+                    continue
+                if self._all_finished():
+                    self._bus.emit("finished")
+                    self._report_unfired()
+                    return result
+        finally:
+            self.running = False
+
+    def _all_finished(self) -> bool:
+        """Wait until every worker's training function has returned; False if it has to run once more."""
+        while True:
+            try:
+                self.membership.comm.allgather_object(None, "finish")
+                return True
+            except self.membership.failure_types as error:
+                if self.recover(error, Resume.FINISHING).reenter:
+                    return False
+
+    def _report_unfired(self) -> None:
+        for fault in self.injector.waiting:
+            self._bus.emit("warning", text=f"the fault plan's entry never fired: {fault}")
+            log.warning("the fault plan's entry never fired: %s", fault)
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A batch is about to be taken: what changes from now on belongs to the step."""
+        if self.stepping:
+            self.committer.begin()
+
+    def admit_update(self) -> bool:
+        """Whether the optimizer may apply its update now; see ``Committer.admit_update``."""
+        return not self.stepping or self.committer.admit_update()
+
+    def update_applied(self) -> None:
+        """The optimizer has applied an update that was admitted."""
+        if self.stepping:
+            self.committer.update_applied(self.membership.group.generation)
+
+    def note(self, error: BaseException) -> None:
+        """The group broke inside the step. Kept, in case the user's code catches the exception."""
+        if self._noted is None:
+            self._noted = error
+
+    def step(self) -> StepContext:
+        """The context manager behind ``state.step()``."""
+        return StepContext(self)
+
+    def enter_step(self) -> None:
+        """Open a step.
+
+        Raises:
+            UsageError: outside ``elastic.run``, or inside another step.
+        """
+        if not self.running:
+            raise UsageError(
+                "state.step() was used outside elastic.run: call it inside a function that is decorated with "
+                "@hvd.elastic.run and was called with this state"
+            )
+        if self._inside:
+            raise UsageError("state.step() was used inside another state.step()")
+        self._inside = True
+        if not self.stepping:
+            self.stepping = True
+            self._trainee.stepping()
+            self.committer.open = False
+        self.begin()
+        if self._pending is None:
+            try:
+                self._pending = self.membership.comm.any_async(self.membership.changed())
+            except self.membership.failure_types as error:
+                self.note(error)
+
+    def leave_step(self, error: BaseException | None) -> bool:
+        """Close a step: commit, or recover. Returns whether the body's exception has been dealt with."""
+        self._inside = False
+        failure = self._failure_behind(error)
+        if failure is not None:
+            self.recover(failure, Resume.IN_PLACE)
+            return True
+        if error is not None:
+            return False
+        if not self._trainee.accumulating():
+            self._commit_step()
+        return False
+
+    def _failure_behind(self, error: BaseException | None) -> BaseException | None:
+        """The group's failure, if that is why the body ended: raised, wrapped by the user's code, or swallowed."""
+        if error is None or isinstance(error, self.membership.failure_types):
+            return error or self._noted
+        seen: BaseException | None = error
+        while seen is not None:
+            if seen is self._noted:
+                return seen
+            seen = seen.__cause__ or seen.__context__
+        return None
+
+    def _commit_step(self) -> None:
+        try:
+            self.injector.at("commit", self.committer.frontier.step + 1)
+            self.commit()
+            pending, self._pending = self._pending, None
+            changed = pending is not None and pending.result()
+        except self.membership.failure_types as error:
+            self.recover(error, Resume.IN_PLACE)
+            return
+        if changed:
+            self._resize(Resume.IN_PLACE)
+
+    def commit(self) -> None:
+        """Make the open step final. Never blocks."""
+        computed_by = self.committer.computed_by
+        generation = self.membership.group.generation if computed_by is None else computed_by
+        self._ledger.committed(self.committer.frontier.step + 1, generation)
+        self.committer.commit()
+        now = self._mono()
+        self._bus.position.step = self.committer.frontier.step
+        if self._resuming:
+            self._resuming = False
+            self._bus.emit("resumed", gap_s=now - self._last_commit)
+        self._last_commit = now
+        self._failures = 0
+
+    def commit_explicitly(self) -> None:
+        """The commit of scripts that commit themselves: remember everything, and look for changes of the group.
+
+        Blocks for one small collective.
+
+        Raises:
+            HostsChanged: workers come or go; on all workers at once.
+        """
+        self.commit()
+        if not self.stepping:
+            self.committer.begin()
+        self.check_for_changes()
+
+    def check_for_changes(self) -> None:
+        """Blocks for one small collective; see ``commit_explicitly``."""
+        if self.running and self.membership.comm.any_async(self.membership.changed()).result():
+            raise HostsChanged
+
+    # --- when the group changes ------------------------------------------------------------------------------------
+
+    def recover(self, error: BaseException, resume: Resume) -> Agreement:
+        """The group broke: form the next one, agree, and bring everybody to the same step. Blocks until done.
+
+        Raises:
+            RecoveryError: see ``run``.
+        """
+        self._broken(error, during="training")
+        done, asked = self._trainee.drain()
+        self._bus.emit("drained", gradients_done=done, gradients_asked=asked)
+        try:
+            agreement = self._assemble(resume, failed=True, formed=False)
+        except RecoveryError as fatal:
+            self._bus.emit("aborted", reason=str(fatal))
+            raise fatal from error
+        self._resuming = True
+        return agreement
+
+    def _broken(self, error: BaseException, during: str) -> None:
+        self._failures += 1
+        since = self._mono() - self._last_commit
+        self._bus.emit("failure_detected", error=str(error), during=during, since_last_commit_s=since)
+        log.warning("horovod_ft: the group broke during %s: %s", during, error)
+        began = self._mono()
+        sockets = self.membership.abort()
+        self._pending = self._noted = None
+        self._bus.emit("sockets_cut", sockets=sockets, duration_s=self._mono() - began)
+
+    def _resize(self, resume: Resume) -> Agreement:
+        """Workers come or go, and nothing broke."""
+        self._bus.emit("resizing")
+        self._pending = None
+        agreement = self._assemble(resume, failed=False, formed=False)
+        self._bus.emit("resized", newcomers=len(agreement.newcomers), lost=agreement.lost)
+        self._last_commit = self._mono()
+        return agreement
+
+    def _assemble(self, resume: Resume, *, failed: bool, formed: bool) -> Agreement:
+        """Form a group and bring its state together, as often as it takes.
+
+        Args:
+            resume: where this worker goes on.
+            failed: a failure is behind it, so the policy is asked.
+            formed: the group stands already (at the start of a process).
+        """
+        began = self._mono()
+        new = self.committer.fresh
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                if not formed:
+                    self._reform()
+                agreement = self._agree_and_transfer(resume)
+                self._bus.emit(_kind(agreement, new=new, failed=failed), duration_s=self._mono() - began)
+                return agreement
+            except self.membership.failure_types as error:
+                self._broken(error, during="recovery")
+                failed, formed = True, False
+        raise RecoveryError(f"{MAX_ATTEMPTS} groups in a row broke before training could go on in one of them")
+
+    def _reform(self) -> None:
+        began = self._mono()
+        self.injector.at("reform", self._step_for_faults())
+        group = self.membership.reform()
+        self._bus.position.rank, self._bus.position.size = group.rank, group.size
+        self._bus.emit("reformed", duration_s=self._mono() - began)
+
+    def _agree_and_transfer(self, resume: Resume) -> Agreement:
+        committer, comm, group = self.committer, self.membership.comm, self.membership.group
+        began = self._mono()
+        self.injector.at("agreement", self._step_for_faults())
+        schema = self._trainee.schema()
+        agreement = agree(comm, self._standing(resume, schema), schema)
+        self._bus.emit("agreed", duration_s=self._mono() - began, holders=agreement.holders, lacking=agreement.lacking,
+                       lost=agreement.lost, newest=agreement.frontier.step, updates=agreement.frontier.updates)
+        if agreement.consecutive and not agreement.start:
+            self._ask_policy(agreement, group.size)
+        self._settle(agreement)
+        if not committer.fresh:
+            self._trainee.regrouped(group)
+        began = self._mono()
+        self.injector.at("transfer", self._step_for_faults())
+        sent = transfer(comm, agreement, group.rank, self._trainee, committer)
+        self._bus.emit("transferred", duration_s=self._mono() - began, nbytes=sent.nbytes, receivers=sent.receivers)
+        committer.fresh = False
+        self.membership.adopt_generation(agreement.generation)
+        self._previous = self.membership.group
+        at = self._bus.position
+        at.generation, at.rank, at.size, at.step = agreement.generation, group.rank, group.size, committer.frontier.step
+        self._trainee.settled(self.membership.group)
+        return agreement
+
+    def _step_for_faults(self) -> int:
+        return 0 if self.committer.fresh else self.committer.frontier.step + 1
+
+    def _standing(self, resume: Resume, schema: list[str]) -> Standing:
+        committer, group = self.committer, self.membership.group
+        previous = group if committer.fresh else self._previous
+        return Standing(
+            frontier=committer.frontier,
+            sound=not (committer.fresh or committer.torn),
+            fresh=committer.fresh,
+            generation=previous.generation,
+            rank=previous.rank,
+            size=previous.size,
+            computed_by=committer.computed_by,
+            resume=resume,
+            schema=hashlib.sha256("\n".join(schema).encode()).hexdigest(),
+            consecutive=self._failures,
+            at_risk=self._trainee.at_risk(),
+        )
+
+    def _ask_policy(self, agreement: Agreement, size: int) -> None:
+        """Let the policy decide, and make sure that it decided alike everywhere."""
+        failure = Failure(
+            generation=agreement.generation - 1,
+            step=agreement.frontier.step,
+            updates=agreement.frontier.updates,
+            lost=agreement.lost,
+            survivors=agreement.survivors,
+            size_before=agreement.size_before,
+            size_after=size,
+            behind=len(set(agreement.lacking) - set(agreement.newcomers)),
+            consecutive=agreement.consecutive,
+            samples_at_risk=agreement.at_risk,
+        )
+        assert self._policy is not None
+        try:
+            decision: Decision | PolicyError = decide(self._policy, failure)
+        except PolicyError as error:
+            decision = error
+        same_everywhere(self.membership.comm, "decision of the recovery policy", repr(decision))
+        if isinstance(decision, PolicyError):
+            raise decision
+        self._bus.emit("decision", decision=type(decision).__name__, failure=asdict(failure))
+        if isinstance(decision, Abort):
+            raise RecoveryError(decision.reason)
+
+    def _settle(self, agreement: Agreement) -> None:
+        """Give up the open step, unless it was completed by others: then what it did to local state is right."""
+        self._ledger.discarded()
+        self._trainee.discard()
+        if self.committer.frontier.step >= agreement.frontier.step:
+            self.committer.rollback()
+
+
+def _kind(agreement: Agreement, *, new: bool, failed: bool) -> str:
+    if agreement.start:
+        return "formed"
+    if new:
+        return "joined"
+    return "recovered" if failed else "regrouped"
+
+
+class StepContext:
+    """``with state.step():`` one training step as a transaction."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.enter_step()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._engine.leave_step(error)

@@ -1,0 +1,106 @@
+"""Horovod's PyTorch binding behind ``membership.base.Binding``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import cloudpickle
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from horovod_ft.errors import RecoveryTimeoutError
+from horovod_ft.membership.base import Bytes
+
+PREFIX = "horovod_ft."
+#: How long a wait polls without sleeping: a collective of a few bytes takes less.
+SPIN_S = 0.0005
+
+
+class TorchBinding:
+    """Collectives on host tensors through ``horovod.torch``.
+
+    Args:
+        timeout_s: bound of each blocking collective.
+        arguments: what the user gave to ``hvd.init``, for the first call of ``init``.
+    """
+
+    failure_types: tuple[type[BaseException], ...] = (hvd.HorovodInternalError,)
+
+    def __init__(self, timeout_s: float, *arguments: Any, **options: Any) -> None:
+        self._timeout_s = timeout_s
+        self._arguments = arguments, options
+        self._flag = torch.zeros(1, dtype=torch.int32)
+
+    def init(self) -> None:
+        arguments, options = self._arguments
+        hvd.init(*arguments, **options)
+
+    def shutdown(self) -> None:
+        hvd.shutdown()
+
+    def rank(self) -> int:
+        return int(hvd.rank())
+
+    def size(self) -> int:
+        return int(hvd.size())
+
+    def allgather_object(self, value: Any, name: str) -> list[Any]:
+        data = np.frombuffer(cloudpickle.dumps(value), dtype=np.uint8).copy()
+        lengths = self._allgather(torch.tensor([len(data)], dtype=torch.int64), f"{name}.length", name).tolist()
+        gathered = self._allgather(torch.from_numpy(data), f"{name}.data", name).numpy()
+        stops = np.cumsum(lengths).tolist()
+        return [
+            cloudpickle.loads(gathered[stop - length : stop].tobytes())
+            for stop, length in zip(stops, lengths, strict=True)
+        ]
+
+    def broadcast_object(self, value: Any, root: int, name: str) -> Any:
+        data = np.frombuffer(cloudpickle.dumps(value), dtype=np.uint8).copy() if self.rank() == root else None
+        length = np.array([0 if data is None else len(data)], dtype=np.int64)
+        self.broadcast_bytes(length.view(np.uint8), root, f"{name}.length")
+        if data is None:
+            data = np.empty(int(length[0]), dtype=np.uint8)
+        self.broadcast_bytes(data, root, f"{name}.data")
+        return value if self.rank() == root else cloudpickle.loads(data.tobytes())
+
+    def broadcast_bytes(self, buffer: Bytes, root: int, name: str) -> None:
+        handle = hvd.broadcast_async_(torch.from_numpy(buffer), root, PREFIX + name)
+        self.wait(handle, f"{name} from worker {root}")
+
+    def any_async(self, flag: bool) -> TorchPending:
+        self._flag.fill_(flag)
+        return TorchPending(hvd.allreduce_async_(self._flag, name=PREFIX + "changed", op=hvd.Sum))
+
+    def wait(self, handle: int, what: str) -> Any:
+        """Wait for a handle without burning a core.
+
+        Raises:
+            RecoveryTimeoutError: nothing after ``timeout_s``.
+        """
+        began = time.monotonic()
+        while not hvd.poll(handle):
+            waited = time.monotonic() - began
+            if waited > self._timeout_s:
+                raise RecoveryTimeoutError(
+                    f"waited {waited:.0f} s for {what}: a worker of the group is alive but does not take part. Does "
+                    "every worker run the same script, with no collective between hvd.init() and the training function?"
+                )
+            if waited > SPIN_S:
+                time.sleep(SPIN_S)
+        return hvd.synchronize(handle)
+
+    def _allgather(self, tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
+        result: torch.Tensor = self.wait(hvd.allgather_async(tensor, name=PREFIX + name), f"the {what} of all workers")
+        return result
+
+
+class TorchPending:
+    """A flag that is being summed over all workers."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def result(self) -> bool:
+        return bool(hvd.synchronize(self._handle).item())

@@ -1,0 +1,161 @@
+"""``hvd.elastic``: run a training function through failures, with the names that Horovod users know."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
+
+from horovod.common.elastic import ObjectState, State
+from horovod.common.exceptions import HostsUpdatedInterrupt
+
+from horovod_ft.committer import Committer
+from horovod_ft.errors import ConfigurationError, PolicyError
+from horovod_ft.membership.base import Group
+from horovod_ft.policies.rollback import MiniBatchRollback
+from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, Replay, parse_policy
+from horovod_ft.recovery import Engine, HostsChanged
+from horovod_ft.torch.loader import ElasticDataLoader
+from horovod_ft.torch.parts import BasePart
+from horovod_ft.torch.runtime import current
+from horovod_ft.torch.sampler import ElasticSampler
+from horovod_ft.torch.state import TorchState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+Training = Callable[Concatenate[S, P], R]
+
+
+@overload
+def run(function: Training[S, P, R], /) -> Training[S, P, R]: ...
+
+
+@overload
+def run(*, policy: RecoveryPolicy | str | None = None) -> Callable[[Training[S, P, R]], Training[S, P, R]]: ...
+
+
+def run(function: Any = None, /, *, policy: RecoveryPolicy | str | None = None) -> Any:
+    """Decorate a training function ``train(state, ...)`` so that it goes on when workers die or join.
+
+    Used as ``@run`` or ``@run(policy=...)``. The function's first argument is the state. A failure inside
+    ``state.step()`` is recovered where it is; a failure elsewhere enters the function again, as Horovod does, at least
+    once for what is left. All workers have to call it with the same model.
+
+    Args:
+        policy: what to do after a failure: a policy, or its name as in ``HOROVOD_FT_POLICY``. Default: the environment,
+            else ``MiniBatchRollback()``.
+
+    Raises:
+        PolicyError: there is no such policy.
+    """
+    chosen = parse_policy(policy) if isinstance(policy, str) else policy
+    if chosen is not None and not callable(chosen):
+        raise PolicyError(f"policy must be a recovery policy or the name of one, not {policy!r}")
+
+    def decorate(train: Training[S, P, R]) -> Training[S, P, R]:
+        @functools.wraps(train)
+        def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if not isinstance(state, State):
+                raise ConfigurationError(
+                    f"the first argument of {getattr(train, '__name__', 'the function')} must be a state such as "
+                    f"hvd.elastic.TorchState(...), not {type(state).__name__}"
+                )
+            engine = state.engine if isinstance(state, TorchState) else _engine_of(state)
+            return cast(Engine, engine).run(_policy(chosen), lambda: train(state, *args, **kwargs))
+
+        return wrapper
+
+    return decorate if function is None else decorate(function)
+
+
+def _policy(argument: RecoveryPolicy | None) -> RecoveryPolicy:
+    if argument is not None:
+        return argument
+    text = current().settings.policy
+    return parse_policy(text) if text else MiniBatchRollback()
+
+
+class _StatePart(BasePart):
+    """A state of another class than ours: it remembers and restores itself."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def rollback(self) -> None:
+        self._state.restore()
+
+
+class _OtherState:
+    """A state of another class than ours as a ``recovery.Trainee``: it brings itself together in its ``sync``."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def schema(self) -> list[str]:
+        return []
+
+    def structure(self) -> None:
+        return None
+
+    def prepare(self, structure: Any) -> None:
+        """Nothing: see ``settled``."""
+
+    def blocks(self) -> list[Any]:
+        return []
+
+    def joined(self, generation: int, rank: int) -> None:
+        """Nothing: see ``settled``."""
+
+    def drain(self) -> tuple[int, int]:
+        return 0, 0
+
+    def discard(self) -> None:
+        """Its optimizer, if any, is Horovod's; ``restore`` resets it."""
+
+    def accumulating(self) -> bool:
+        return False
+
+    def at_risk(self) -> int:
+        return 0
+
+    def regrouped(self, group: Group) -> None:
+        self._state.on_reset()
+
+    def settled(self, group: Group) -> None:
+        self._state.sync()
+
+    def reentering(self) -> None:
+        """Nothing to prepare."""
+
+    def stepping(self) -> None:
+        """Never: it has no ``step``."""
+
+
+def _engine_of(state: Any) -> Engine:
+    """An engine for a state that is not a ``TorchState``, such as Horovod's ``ObjectState`` or a user's own."""
+    runtime = current()
+    committer = Committer([_StatePart(state)])
+    engine = Engine(
+        runtime.membership, _OtherState(state), committer, runtime.bus, runtime.injector, runtime.ledger
+    )
+    state.check_host_updates = engine.check_for_changes  # Horovod's loses announcements
+    return engine
+
+
+__all__ = [
+    "Abort",
+    "Decision",
+    "ElasticDataLoader",
+    "ElasticSampler",
+    "Failure",
+    "HostsChanged",
+    "HostsUpdatedInterrupt",
+    "MiniBatchRollback",
+    "ObjectState",
+    "RecoveryPolicy",
+    "Replay",
+    "State",
+    "TorchState",
+    "run",
+]

@@ -1,0 +1,46 @@
+"""The moments of a step at which a fault plan can strike, as hooks. Without a plan nothing is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from horovod_ft.committer import Committer
+from horovod_ft.faults.inject import Injector
+from horovod_ft.torch.reducer import GradientReducer
+
+
+def install_faults(
+    injector: Injector, committer: Committer, models: Iterable[torch.nn.Module], optimizers: Sequence[Any]
+) -> None:
+    """Install the hooks for the faults that are meant for this worker.
+
+    ``forward`` strikes after the first layer, ``backward`` when the first gradient is ready, ``allreduce`` when
+    ``after`` gradients have been reduced and the others have not been handed over.
+    """
+    if not injector.waiting:
+        return
+    for model in models:
+        leaf = next((module for module in model.modules() if not list(module.children())), model)
+        leaf.register_forward_hook(lambda *_: injector.at("forward", committer.frontier.step + 1))
+    for optimizer in optimizers:
+        optimizer.ft_reducer.probe = _Probe(injector, committer, optimizer.ft_reducer)
+
+
+class _Probe:
+    """Called with the number of gradients handed over so far, before each one and after the last."""
+
+    def __init__(self, injector: Injector, committer: Committer, reducer: GradientReducer) -> None:
+        self._injector = injector
+        self._committer = committer
+        self._reducer = reducer
+
+    def __call__(self, handed_over: int) -> None:
+        step = self._committer.frontier.step + 1
+        self._injector.at("backward", step)
+        fault = self._injector.pending("allreduce", step)
+        if fault is not None and handed_over >= fault.after:
+            self._reducer.wait_for(fault.after)
+            self._injector.fire(fault)

@@ -1,0 +1,241 @@
+"""The pieces of light state of a PyTorch training: what a step changes besides parameters and optimizer state.
+
+Each is a ``committer.Part``. ``begin`` runs in every step, so what can be copied into kept storage is.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_ft.data import Cursor, Place
+
+#: Values of these types cannot change under a reference to them.
+IMMUTABLE = (int, float, complex, str, bytes, bool, type(None))
+
+
+class BasePart:
+    """What most parts do not need."""
+
+    replicated = False
+
+    def begin(self) -> None:
+        """Nothing to remember."""
+
+    def commit(self) -> None:
+        """Nothing to do: the present value is the committed one."""
+
+    def rollback(self) -> None:
+        """Nothing to restore."""
+
+    def export(self) -> Any:
+        return None
+
+    def adopt(self, value: Any) -> None:
+        """Nothing to take over."""
+
+
+class RandomState(BasePart):
+    """Random generators of Python, numpy and torch, on the host and on devices in use. Each worker has its own."""
+
+    def __init__(self) -> None:
+        self._saved: tuple[Any, ...] = ()
+
+    def begin(self) -> None:
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._saved = (random.getstate(), np.random.get_state(), torch.get_rng_state(), devices)
+
+    def rollback(self) -> None:
+        python, numpy, cpu, devices = self._saved
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+def seed_newcomer(generation: int, rank: int) -> None:
+    """Give a process that joins a running job random streams that no other worker has."""
+    seeds = np.random.SeedSequence((torch.initial_seed(), generation, rank)).generate_state(3)
+    random.seed(int(seeds[0]))
+    np.random.seed(int(seeds[1]))
+    torch.manual_seed(int(seeds[2]))
+
+
+class Buffers(BasePart):
+    """Buffers of the models, such as running statistics of BatchNorm. Each worker has its own."""
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        # A module's dict of buffers is kept, not its buffers: a module may replace them in its forward.
+        self._owners = [module._buffers for model in models for module in model.modules() if module._buffers]
+        self._saved: list[torch.Tensor] = []
+
+    def _live(self) -> list[torch.Tensor]:
+        return [buffer for buffers in self._owners for buffer in buffers.values() if buffer is not None]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        live = self._live()
+        if [buffer.shape for buffer in live] != [buffer.shape for buffer in self._saved]:
+            self._saved = [buffer.clone() for buffer in live]
+        elif live:
+            torch._foreach_copy_(self._saved, live)
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        live = self._live()
+        if live:
+            torch._foreach_copy_(live, self._saved)
+
+
+class Options(BasePart):
+    """The options of an optimizer's param groups: learning rates and the like."""
+
+    replicated = True
+
+    def __init__(self, optimizer: Callable[[], torch.optim.Optimizer]) -> None:
+        self._optimizer = optimizer
+        self._saved: list[dict[str, Any]] = []
+
+    def export(self) -> list[dict[str, Any]]:
+        return [
+            {name: _copied(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer().param_groups
+        ]
+
+    def adopt(self, value: list[dict[str, Any]]) -> None:
+        for group, options in zip(self._optimizer().param_groups, value, strict=True):
+            group.update({name: _copied(option) for name, option in options.items()})
+
+    def begin(self) -> None:
+        self._saved = self.export()
+
+    def rollback(self) -> None:
+        self.adopt(self._saved)
+
+
+class Stateful(BasePart):
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers, metrics. Equal on all workers."""
+
+    replicated = True
+
+    def __init__(self, value: Callable[[], Any]) -> None:
+        self._value = value
+        self._saved: Any = None
+
+    def export(self) -> Any:
+        return copy.deepcopy(self._value().state_dict())
+
+    def adopt(self, value: Any) -> None:
+        self._value().load_state_dict(value)
+
+    def begin(self) -> None:
+        self._saved = self.export()
+
+    def rollback(self) -> None:
+        self.adopt(copy.deepcopy(self._saved))
+
+
+class Scaler(Stateful):
+    """A ``GradScaler``: its scale, and that no optimizer is between ``unscale_`` and ``update``."""
+
+    def adopt(self, value: Any) -> None:
+        scaler = self._value()
+        if not scaler.is_enabled():
+            return
+        if scaler._scale is not None:
+            scaler.update(scaler.get_scale())  # a new scale ends the step for all optimizers
+        scaler.load_state_dict(value)
+
+
+class Attributes(BasePart):
+    """The plain values among the attributes of a training state: epoch, batch, whatever the user tracks."""
+
+    replicated = True
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self._owner = owner
+        self._names = tuple(names)
+        self._saved: dict[str, Any] = {}
+
+    def export(self) -> dict[str, Any]:
+        return {name: _copied(getattr(self._owner, name)) for name in self._names}
+
+    def adopt(self, value: dict[str, Any]) -> None:
+        for name, item in value.items():
+            setattr(self._owner, name, _copied(item))
+
+    def begin(self) -> None:
+        self._saved = self.export()
+
+    def rollback(self) -> None:
+        self.adopt(self._saved)
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, IMMUTABLE) else copy.deepcopy(value)
+
+
+class CursorPart(BasePart):
+    """The cursor of a loader. It remembers its last commit itself."""
+
+    replicated = True
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+    def commit(self) -> None:
+        self._cursor.commit()
+
+    def rollback(self) -> None:
+        self._cursor.rollback()
+
+    def export(self) -> tuple[int, int]:
+        return tuple(self._cursor.committed)
+
+    def adopt(self, value: tuple[int, int]) -> None:
+        self._cursor.go_to(Place(*value))
+
+
+class Snapshot(BasePart):
+    """A full copy of parameters and optimizer state, for scripts that commit themselves and may go back many steps.
+
+    Storage is kept from commit to commit.
+    """
+
+    def __init__(self, tensors: Callable[[], list[torch.Tensor]], structure: Callable[[], Any],
+                 prepare: Callable[[Any], None]) -> None:
+        self._tensors = tensors
+        self._structure = structure
+        self._prepare = prepare
+        self._saved: list[torch.Tensor] | None = None
+        self._saved_structure: Any = None
+        self.enabled = True
+
+    def drop(self) -> None:
+        """Not needed any more; gives the memory back."""
+        self.enabled = False
+        self._saved = None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        if not self.enabled:
+            return
+        self._saved_structure = self._structure()
+        live = self._tensors()
+        kept = self._saved
+        if kept is None or [(t.shape, t.dtype, t.device) for t in kept] != [(t.shape, t.dtype, t.device) for t in live]:
+            self._saved = [tensor.detach().clone() for tensor in live]
+        else:
+            torch._foreach_copy_(kept, live)
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        if self._saved is not None:
+            self._prepare(self._saved_structure)
+            torch._foreach_copy_(self._tensors(), self._saved)

@@ -1,0 +1,150 @@
+"""Parameters, buffers and optimizer state as runs of bytes, for ``transfer.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from horovod_ft.membership.base import Bytes
+
+
+class TensorBlock:
+    """A tensor as a ``transfer.Block``."""
+
+    def __init__(self, tensor: torch.Tensor, *, local: bool) -> None:
+        self._tensor = tensor.detach()
+        self.local = local
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._direct = self._tensor.device.type == "cpu" and self._tensor.is_contiguous()
+        self._copy: torch.Tensor | None = None
+
+    def host(self, *, read: bool) -> Bytes:
+        if self._direct:
+            return _bytes_of(self._tensor)
+        if self._copy is None:
+            source = self._tensor if read else torch.empty_like(self._tensor, device="cpu")
+            self._copy = source.cpu().contiguous()
+        return _bytes_of(self._copy)
+
+    def write_back(self) -> None:
+        if self._copy is not None:
+            self._tensor.copy_(self._copy)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, dtype=np.uint8)
+    return flat
+
+
+class TensorSpec(NamedTuple):
+    """What is needed to make a tensor of an optimizer's state; ``on_host`` even if the parameter is on a device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+
+class TorchReplica:
+    """The heavy state of models and optimizers.
+
+    Args:
+        models, optimizers: by attribute name; asked for anew each time, because a user may replace them.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], dict[str, torch.nn.Module]],
+        optimizers: Callable[[], dict[str, torch.optim.Optimizer]],
+    ) -> None:
+        self._models = models
+        self._optimizers = optimizers
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Name, tensor and whether each worker has its own, of all parameters and buffers, each once."""
+        seen: set[int] = set()
+        for owner, model in self._models().items():
+            for name, parameter in model.named_parameters():
+                seen.add(id(parameter))
+                yield f"{owner}.{name}", parameter, False
+            for name, buffer in model.named_buffers():
+                yield f"{owner}.{name}", buffer, True
+        for owner, optimizer in self._optimizers().items():
+            for index, parameter in enumerate(_parameters(optimizer)):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{owner}.parameter{index}", parameter, False
+
+    def schema(self) -> list[str]:
+        tensors = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor, _ in self.named()]
+        groups = [
+            f"{owner}: group {index} of {type(optimizer).__name__} with {len(group['params'])} parameters"
+            for owner, optimizer in self._optimizers().items()
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        return tensors + groups
+
+    def structure(self) -> list[dict[int, dict[str, Any]]]:
+        """For each optimizer: index of the parameter -> key -> TensorSpec, or the value itself."""
+        return [
+            {
+                index: {key: _described(value) for key, value in optimizer.state[parameter].items()}
+                for index, parameter in enumerate(_parameters(optimizer))
+                if parameter in optimizer.state
+            }
+            for optimizer in self._optimizers().values()
+        ]
+
+    def prepare(self, structure: list[dict[int, dict[str, Any]]]) -> None:
+        """Give each optimizer state of this structure; tensors that fit are kept, others are made, unfilled."""
+        for optimizer, states in zip(self._optimizers().values(), structure, strict=True):
+            for index, parameter in enumerate(_parameters(optimizer)):
+                if index in states:
+                    have = optimizer.state.get(parameter, {})
+                    optimizer.state[parameter] = {
+                        key: _made(value, have.get(key), parameter) for key, value in states[index].items()
+                    }
+                else:
+                    optimizer.state.pop(parameter, None)
+
+    def optimizer_tensors(self) -> list[torch.Tensor]:
+        return [
+            value
+            for optimizer in self._optimizers().values()
+            for parameter in _parameters(optimizer)
+            if parameter in optimizer.state
+            for value in optimizer.state[parameter].values()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def replicated_tensors(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor, local in self.named() if not local] + self.optimizer_tensors()
+
+    def blocks(self) -> list[TensorBlock]:
+        named = [TensorBlock(tensor, local=local) for _, tensor, local in self.named()]
+        return named + [TensorBlock(tensor, local=False) for tensor in self.optimizer_tensors()]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(value.shape), value.dtype, value.device.type == "cpu")
+    return value
+
+
+def _made(value: Any, have: Any, parameter: torch.Tensor) -> Any:
+    if not isinstance(value, TensorSpec):
+        return value
+    device = torch.device("cpu") if value.on_host else parameter.device
+    if (
+        isinstance(have, torch.Tensor)
+        and (tuple(have.shape), have.dtype, have.device) == (value.shape, value.dtype, device)
+    ):
+        return have
+    return torch.empty(value.shape, dtype=value.dtype, device=device)

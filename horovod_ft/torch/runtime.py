@@ -1,0 +1,92 @@
+"""The one process-wide thing: what ``hvd.init()`` sets up and ``hvd.shutdown()`` takes down, as in Horovod itself."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import horovod.torch as hvd
+
+from horovod_ft.errors import ConfigurationError, UsageError
+from horovod_ft.events import EventBus, EventWriter
+from horovod_ft.faults.inject import Injector
+from horovod_ft.faults.plan import Fault, parse_plan
+from horovod_ft.ledger import Ledger
+from horovod_ft.membership.base import Group, Membership
+from horovod_ft.membership.driver import DriverMembership
+from horovod_ft.membership.static import StaticMembership
+from horovod_ft.policy import parse_policy
+from horovod_ft.settings import Settings
+from horovod_ft.torch.binding import TorchBinding
+
+
+class Runtime:
+    """Everything of this process that outlives a training function. Checks all settings before it starts anything."""
+
+    def __init__(self, settings: Settings, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        worker = f"{settings.host}:{settings.start_rank}:{os.getpid()}"
+        faults: tuple[Fault, ...] = parse_plan(settings.faults) if settings.faults else ()
+        if settings.policy:
+            parse_policy(settings.policy)
+        self.settings = settings
+        self.bus = EventBus(worker)
+        if settings.events is not None:
+            self.bus.subscribe(EventWriter(settings.events, worker))
+        self.ledger = Ledger(settings.ledger, worker)
+        self.injector = Injector(faults, settings.start_rank, settings.host, self.bus)
+        binding = TorchBinding(settings.timeout_s, *arguments, **options)
+        self.membership: Membership = (
+            DriverMembership(binding, settings.timeout_s) if settings.elastic else StaticMembership(binding)
+        )
+
+    def group(self) -> Group:
+        return self.membership.group
+
+
+class _Process:
+    """Holder of this process's runtime: Horovod's own state is process-wide too, in C++."""
+
+    runtime: Runtime | None = None
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """``hvd.init()``: read and check the environment, then join the group. Blocks until all its members are there.
+
+    Calling it again does nothing. Arguments are Horovod's.
+
+    Raises:
+        ConfigurationError: a setting is wrong, or process sets were asked for in an elastic job. Nothing was started.
+    """
+    if _Process.runtime is not None:
+        return
+    settings = Settings.from_environment()
+    if settings.elastic and (args or kwargs.get("process_sets")):
+        raise ConfigurationError(
+            "hvd.init() with a communicator or process sets in an elastic job: Horovod 0.28 cannot form them anew after "
+            "a failure; call hvd.init() without arguments"
+        )
+    runtime = Runtime(settings, args, kwargs)
+    group = runtime.membership.start()
+    runtime.bus.position.rank, runtime.bus.position.size = group.rank, group.size
+    runtime.bus.emit("init")
+    _Process.runtime = runtime
+
+
+def shutdown() -> None:
+    """``hvd.shutdown()``: leave the group. Calling it again does nothing."""
+    runtime, _Process.runtime = _Process.runtime, None
+    if runtime is not None:
+        runtime.membership.stop()
+    else:
+        hvd.shutdown()
+
+
+def current() -> Runtime:
+    """This process's runtime.
+
+    Raises:
+        UsageError: ``hvd.init()`` has not been called.
+    """
+    if _Process.runtime is None:
+        raise UsageError("horovod_ft is not initialized: call hvd.init() first (import horovod_ft.torch as hvd)")
+    return _Process.runtime

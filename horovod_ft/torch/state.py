@@ -1,0 +1,307 @@
+"""``TorchState``: everything of a PyTorch training that has to survive, in one object.
+
+It is Horovod's ``TorchState`` for scripts that commit themselves, and offers ``state.step()`` to those that let every
+step be a transaction.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from horovod.common.elastic import State
+
+from horovod_ft.agreement import Agreement
+from horovod_ft.committer import Committer, Frontier, Part
+from horovod_ft.data import Deal
+from horovod_ft.errors import ConfigurationError
+from horovod_ft.membership.base import Group
+from horovod_ft.recovery import Engine, StepContext
+from horovod_ft.torch.faults import install_faults
+from horovod_ft.torch.loader import ElasticDataLoader
+from horovod_ft.torch.optimizer import Distributed
+from horovod_ft.torch.parts import (
+    Attributes,
+    Buffers,
+    CursorPart,
+    Options,
+    RandomState,
+    Scaler,
+    Snapshot,
+    Stateful,
+    seed_newcomer,
+)
+from horovod_ft.torch.replica import TensorBlock, TorchReplica
+from horovod_ft.torch.runtime import current
+from horovod_ft.torch.sampler import ElasticSampler
+from horovod_ft.transfer import transfer
+
+#: Names that the state itself uses.
+RESERVED = frozenset({"step", "commit", "restore", "save", "sync", "reset", "engine"})
+
+
+class TorchState(State):  # type: ignore[misc]
+    """The state of a PyTorch training.
+
+    Every keyword argument becomes an attribute. Models and optimizers, a loader, schedulers, gradient scalers, samplers
+    and anything else with ``state_dict`` and ``load_state_dict`` are looked after by kind; other values are tracked as
+    they are and should be small, since ``state.step()`` remembers them in each step.
+
+    Args:
+        model: a module; more of them under other names.
+        optimizer: made by ``hvd.DistributedOptimizer``; more of them under other names.
+        loader: an ``ElasticDataLoader``.
+
+    Raises:
+        UsageError: before ``hvd.init()``.
+        ConfigurationError: a name is taken, or there is more than one loader.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, loader: Any = None, **kwargs: Any) -> None:
+        runtime = current()
+        tracked = {"model": model, "optimizer": optimizer, "loader": loader, **kwargs}
+        tracked = {name: value for name, value in tracked.items() if value is not None or name in kwargs}
+        taken = RESERVED.intersection(tracked)
+        if taken:
+            raise ConfigurationError(f"TorchState uses the names {sorted(taken)} itself; call yours something else")
+        super().__init__(bcast_object=None, get_rank=lambda: runtime.group().rank)
+        for name, value in tracked.items():
+            object.__setattr__(self, name, value)
+        self._names = _Names(tracked)
+        self._deal: Deal | None = None
+        self._samples_open = 0
+        self._replica = TorchReplica(lambda: self._named(torch.nn.Module), lambda: self._named(torch.optim.Optimizer))
+        self._loader = self._only_loader()
+        self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)
+        self._snapshot.enabled = self._loader is None
+        self._committer = Committer(self._parts())
+        self.engine = Engine(runtime.membership, self, self._committer, runtime.bus, runtime.injector, runtime.ledger)
+        for distributed in self._distributed():
+            distributed.ft_gate = self
+        if self._loader is not None:
+            self._loader.watcher = self
+            cursor = self._loader.cursor
+            runtime.ledger.describe(length=cursor.order.length, drop_last=cursor.drop_last)
+        install_faults(runtime.injector, self._committer, self._named(torch.nn.Module).values(), self._distributed())
+
+    # --- what a training loop uses ---------------------------------------------------------------------------------
+
+    def step(self) -> StepContext:
+        """One training step as a transaction: ``with state.step(): ...``.
+
+        A clean exit commits: step counter, data cursor, buffers, random generators, schedulers and tracked values move
+        together. If the group breaks inside, the recovery policy decides, and after a replay the loop goes on: the
+        loader deals the same global batch out again. The exit blocks for a moment only, unless there is something to
+        recover or workers join.
+
+        Raises:
+            UsageError: outside ``elastic.run``, or inside another step.
+            RecoveryError: on exit, if the failure cannot be recovered.
+        """
+        return self.engine.step()
+
+    @property
+    def steps(self) -> int:
+        """Committed steps (or explicit commits) since the job began; equal on all workers at a step's end."""
+        return self._committer.frontier.step
+
+    def commit(self) -> None:
+        """Remember everything, parameters and optimizer state included, and look for workers that come or go.
+
+        For scripts that do not use ``step``. After a failure the training function is entered again with the state of
+        the last commit. Blocks for one small collective.
+        """
+        if not self.engine.stepping:
+            self._snapshot.enabled = True
+        self.engine.commit_explicitly()
+
+    def check_host_updates(self) -> None:
+        """Look for workers that come or go, as ``commit`` does, without remembering anything."""
+        self.engine.check_for_changes()
+
+    def save(self) -> None:
+        """Remember everything, as ``commit`` does, without looking for workers that come or go. Never blocks."""
+        self._snapshot.enabled = True
+        for part in self._committer.parts:
+            part.commit()
+            part.begin()
+
+    def restore(self) -> None:
+        """Go back to the last ``commit`` or ``save``. Never blocks."""
+        for part in self._committer.parts:
+            part.rollback()
+
+    def sync(self) -> None:
+        """Take over everything from worker 0. Blocks; all workers call it."""
+        runtime = current()
+        group = runtime.group()
+        others = tuple(range(1, group.size))
+        everything = Agreement(
+            frontier=self._committer.frontier, holders=(0,), lacking=others, newcomers=others,
+            generation=group.generation, start=True, computed_by=None, reenter=True, lost=(), survivors=(),
+            size_before=group.size, consecutive=0, at_risk=0,
+        )  # fmt: skip
+        transfer(runtime.membership.comm, everything, group.rank, self, self._committer)
+        if not self.engine.stepping:
+            self._committer.begin()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        names: _Names | None = self.__dict__.get("_names")
+        if names is not None and name in names and names.kind_of(value) != names[name]:
+            raise ConfigurationError(
+                f"state.{name} is tracked as {names[name]} and cannot become a {type(value).__name__}; make a new "
+                "TorchState for it"
+            )
+        super().__setattr__(name, value)
+
+    # --- what the engine uses (recovery.Trainee) -------------------------------------------------------------------
+
+    def schema(self) -> list[str]:
+        return self._replica.schema()
+
+    def structure(self) -> Any:
+        return self._replica.structure()
+
+    def prepare(self, structure: Any) -> None:
+        self._replica.prepare(structure)
+
+    def blocks(self) -> list[TensorBlock]:
+        return self._replica.blocks()
+
+    def joined(self, generation: int, rank: int) -> None:
+        seed_newcomer(generation, rank)
+
+    def drain(self) -> tuple[int, int]:
+        counts = [optimizer.ft_reducer.drain() for optimizer in self._distributed()]
+        return sum(done for done, _ in counts), sum(asked for _, asked in counts)
+
+    def discard(self) -> None:
+        self._samples_open = 0
+        for optimizer in self._distributed():
+            optimizer.ft_reducer.discard()
+
+    def accumulating(self) -> bool:
+        return any(optimizer.ft_reducer.accumulating() for optimizer in self._distributed())
+
+    def at_risk(self) -> int:
+        return self._samples_open
+
+    def regrouped(self, group: Group) -> None:
+        for name, value in self._values():
+            if isinstance(value, ElasticSampler):
+                value.reset()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def settled(self, group: Group) -> None:
+        for _, value in self._values():
+            if isinstance(value, ElasticSampler):
+                value.reset()
+
+    def reentering(self) -> None:
+        if self._loader is not None:
+            self._loader.resume()
+
+    def stepping(self) -> None:
+        self._snapshot.drop()
+        plain = [
+            name for name, value in self._named(torch.optim.Optimizer).items() if not isinstance(value, Distributed)
+        ]
+        if plain and current().group().size > 1:
+            warnings.warn(
+                f"state.{plain[0]} is not made by hvd.DistributedOptimizer: its gradients are not averaged, and the "
+                "workers will drift apart unless the script does that itself",
+                stacklevel=4,
+            )
+
+    # --- what the optimizer and the loader tell --------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        self.engine.injector.at("optimizer", self._committer.frontier.step + 1)
+
+    def admit_update(self) -> bool:
+        return self.engine.admit_update()
+
+    def update_applied(self) -> None:
+        self.engine.update_applied()
+
+    def taking(self) -> None:
+        self.engine.begin()
+        self.engine.injector.at("data", self._committer.frontier.step + 1)
+
+    def taken(self, deal: Deal) -> None:
+        self._samples_open = deal.stop - deal.start
+        current().ledger.dealt(self._committer.frontier.step + 1, deal)
+        for optimizer in self._distributed():
+            optimizer.ft_reducer.set_weight(deal.weight)
+
+    def open(self) -> bool:
+        return self.engine.stepping and self._committer.open
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _values(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self._names]
+
+    def _named(self, kind: type[Any]) -> dict[str, Any]:
+        return {name: value for name, value in self._values() if isinstance(value, kind)}
+
+    def _distributed(self) -> list[Any]:
+        return [value for _, value in self._values() if isinstance(value, Distributed)]
+
+    def _only_loader(self) -> ElasticDataLoader[Any] | None:
+        loaders = self._named(ElasticDataLoader)
+        if len(loaders) > 1:
+            raise ConfigurationError(
+                f"TorchState tracks one ElasticDataLoader, not {sorted(loaders)}: the one that training goes by. Others, "
+                "for validation say, need not be tracked"
+            )
+        return next(iter(loaders.values()), None)
+
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = [RandomState(), Buffers(self._named(torch.nn.Module).values()), self._snapshot]
+        plain = []
+        for name, kind in self._names.items():
+            if kind in PARTS:
+                parts.append(PARTS[kind](self._getter(name)))
+            elif kind == "loader":
+                parts.append(CursorPart(getattr(self, name).cursor))
+            elif kind == "value":
+                plain.append(name)
+        return [*parts, Attributes(self, plain)]
+
+    def _getter(self, name: str) -> Callable[[], Any]:
+        return lambda: getattr(self, name)
+
+
+PARTS: dict[str, Callable[[Callable[[], Any]], Part]] = {
+    "optimizer": Options,
+    "scaler": Scaler,
+    "stateful": Stateful,
+}
+
+
+class _Names(dict[str, str]):
+    """Attribute names of what is tracked -> its kind."""
+
+    def __init__(self, tracked: dict[str, Any]) -> None:
+        super().__init__({name: self.kind_of(value) for name, value in tracked.items()})
+
+    @staticmethod
+    def kind_of(value: Any) -> str:
+        kinds: Sequence[tuple[str, Any]] = (
+            ("model", torch.nn.Module),
+            ("optimizer", torch.optim.Optimizer),
+            ("loader", ElasticDataLoader),
+            ("scaler", torch.amp.GradScaler),
+        )
+        for kind, type_ in kinds:
+            if isinstance(value, type_):
+                return kind
+        return "stateful" if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else "value"
+
+
+__all__ = ["Frontier", "TorchState"]

@@ -60,6 +60,7 @@ class LocalJob:
         max_workers: ``--max-np``.
         env: added to the environment of the workers; empty values remove a name.
         arguments: more arguments for ``horovodrun``.
+        launcher: the command to use for ``horovodrun``.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class LocalJob:
         max_workers: int = 16,
         env: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
+        launcher: Sequence[str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -85,7 +87,7 @@ class LocalJob:
         script.write_text(f"#!/bin/sh\ncat '{folder / 'hosts'}'\n")
         script.chmod(0o755)
         self._command = [
-            _launcher(), "-np", str(workers), "--min-np", str(min_workers), "--max-np", str(max_workers),
+            *(launcher or [_launcher()]), "-np", str(workers), "--min-np", str(min_workers), "--max-np", str(max_workers),
             "--network-interface", "lo", "--host-discovery-script", str(script), *arguments, *command,
         ]  # fmt: skip
         self._env = self._environment(env or {})

@@ -156,11 +156,14 @@ class LocalJob:
         """
         deadline = time.monotonic() + timeout_s
         while not condition(self):
-            ended = self._process is not None and self._process.poll() is not None
+            ended = not self.running()
             if ended or time.monotonic() > deadline:
                 why = "the job ended" if ended else f"{timeout_s:.0f} s went by"
                 raise TimeoutError(f"{why} while waiting for {what}; the log ends with:\n{self.output()[-4000:]}")
             time.sleep(0.02)
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def kill(self, start_rank: int) -> None:
         """SIGKILL the worker with this start rank, by the process id in its first event."""

@@ -17,44 +17,13 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
+from torch.utils.hooks import RemovableHandle
 
-from horovod_ft.errors import ConfigurationError
+from horovod_ft.errors import UsageError
+from horovod_ft.torch.slots import Bucket, Slot, flat, grouped, kept_or_new
 
 #: Bound of the wait for outstanding handles of a broken group; they end as soon as Horovod's thread has noticed.
 DRAIN_S = 10.0
-
-
-class Slot:
-    """One parameter on its way through a reduction.
-
-    Attributes:
-        result: where the reduced gradient goes; afterwards ``p.grad`` is this tensor and this is the old ``p.grad``.
-        carried: weighted gradients of earlier batches, when the weight changed between accumulated batches.
-        left: backward passes still to come before the gradient is reduced.
-    """
-
-    __slots__ = ("carried", "context", "left", "name", "parameter", "result", "wire")
-
-    def __init__(self, name: str, parameter: torch.nn.Parameter, passes: int) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.left = passes
-        self.result: torch.Tensor | None = None
-        self.wire: torch.Tensor | None = None
-        self.carried: torch.Tensor | None = None
-        self.context: Any = None
-
-
-class Bucket:
-    """Parameters that are reduced together, all or nothing: usually one, more with ``groups``."""
-
-    __slots__ = ("finish", "handles", "ready", "slots")
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = list(slots)
-        self.ready = 0
-        self.handles: tuple[int, ...] = ()
-        self.finish: Callable[[Sequence[Any]], None] | None = None
 
 
 class GradientReducer:
@@ -72,6 +41,7 @@ class GradientReducer:
     Attributes:
         weight: factor for this worker's gradients (``Deal.weight``); 1.0 without a tracked loader.
         probe: called with the number of gradients handed over so far, before the next; None outside of fault plans.
+        on_failure: told once when the group breaks; the user's code may catch the exception that follows.
     """
 
     def __init__(
@@ -86,6 +56,7 @@ class GradientReducer:
     ) -> None:
         self.weight = 1.0
         self.probe: Callable[[int], None] | None = None
+        self.on_failure: Callable[[BaseException], None] | None = None
         self.passes = passes
         self.synchronized = False
         self._compression = compression
@@ -99,6 +70,8 @@ class GradientReducer:
         self._slots: list[Slot] = []
         self._bucket_of: dict[Slot, Bucket] = {}
         self._submitted: list[Bucket] = []
+        self._ready = 0
+        self._failure: BaseException | None = None
         self._add([Slot(name, parameter, passes) for name, parameter in named if parameter.requires_grad], groups)
 
     def add(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
@@ -106,17 +79,17 @@ class GradientReducer:
         self._add([Slot(name, parameter, self.passes) for name, parameter in named if parameter.requires_grad], None)
 
     def _add(self, slots: list[Slot], groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
+        buckets = [Bucket(members) for members in grouped(slots, groups)]
         self._slots += slots
-        for members in _grouped(slots, groups):
-            bucket = Bucket(members)
-            self._bucket_of.update((slot, bucket) for slot in members)
-        for slot in slots:
-            slot.parameter.register_post_accumulate_grad_hook(self._hook_of(slot))
+        self._bucket_of.update((slot, bucket) for bucket in buckets for slot in bucket.slots)
+        hooks = [slot.parameter.register_post_accumulate_grad_hook(self._hook_of(slot)) for slot in slots]
+        # A parameter outlives an optimizer that was thrown away, and with its hooks would keep the optimizer's buffers.
+        weakref.finalize(self, _remove, hooks).atexit = False
 
     # --- the backward pass -----------------------------------------------------------------------------------------
 
     def _hook_of(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        alive = weakref.ref(self)  # a parameter outlives an optimizer that was thrown away
+        alive = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
             reducer = alive()
@@ -134,6 +107,7 @@ class GradientReducer:
         self.synchronized = False
         slot.left -= 1
         if slot.left == 0:
+            self._ready += 1
             bucket = self._bucket_of[slot]
             bucket.ready += 1
             if bucket.ready == len(bucket.slots):
@@ -145,33 +119,48 @@ class GradientReducer:
             for slot in self._slots:
                 gradient = slot.parameter.grad
                 if gradient is not None:
-                    weighted = gradient.mul_(self.weight)
+                    weighted = gradient.mul_(self.weight) if self.weight else torch.zeros_like(gradient)
                     slot.carried = weighted if slot.carried is None else slot.carried.add_(weighted)
                     slot.parameter.grad = None
         self.weight = weight
 
     def set_passes(self, passes: int) -> None:
-        """Change how many backward passes are summed up, from the next step on."""
+        """Change how many backward passes are summed up, from the next step on.
+
+        Raises:
+            UsageError: in the middle of a step.
+        """
+        if self.underway():
+            raise UsageError(
+                "backward_passes_per_step was changed between loss.backward() and optimizer.step(); change it before "
+                "the first backward() of a step"
+            )
         self.passes = passes
         for slot in self._slots:
             slot.left = passes
 
     def accumulating(self) -> bool:
         """Some backward passes are done, and none of their gradients has been handed over yet."""
-        return not self._submitted and any(0 < slot.left < self.passes for slot in self._slots)
+        return self.passes > 1 and self._ready == 0 and any(0 < slot.left < self.passes for slot in self._slots)
 
     @torch.no_grad()
     def _submit(self, bucket: Bucket) -> None:
         if self.probe is not None:
             self.probe(sum(len(other.slots) for other in self._submitted))
-        gradient = bucket.slots[0].parameter.grad
-        if len(bucket.slots) == 1 and gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
-            self._submit_sparse(bucket, gradient)
-        else:
-            self._submit_dense(bucket)
+        bucket.handles = []
         self._submitted.append(bucket)
+        try:
+            if len(bucket.slots) == 1 and self._goes_sparse(bucket.slots[0]):
+                self._submit_sparse(bucket)
+            else:
+                self._submit_dense(bucket)
+        except BaseException as error:
+            bucket.failed = True
+            self._note(error)
+            raise
 
     def _submit_dense(self, bucket: Bucket) -> None:
+        assert bucket.handles is not None
         inputs, outputs = zip(*(self._wires(slot) for slot in bucket.slots), strict=True)
         name = bucket.slots[0].name
         # Horovod's public functions either reduce in place or allocate an output in every call. Their common core takes
@@ -184,70 +173,94 @@ class GradientReducer:
             handle = mpi_ops._grouped_allreduce_async(
                 list(inputs), list(outputs), name, self._op, process_set=hvd.global_process_set, **self._scales
             )
-        bucket.handles = (handle,)
+        bucket.handles.append(handle)
         bucket.finish = lambda _: [self._take(slot) for slot in bucket.slots] and None
 
     def _wires(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """What goes into the reduction and where its result goes: both contiguous, on the parameter's device."""
+        local = self._weighted(slot)
+        if self._compression is hvd.Compression.none and local.dtype != torch.bfloat16:  # Horovod has no bfloat16
+            return flat(local), flat(slot.room())
+        if self._compression in (hvd.Compression.none, hvd.Compression.fp16):
+            half = self._compression is hvd.Compression.fp16
+            slot.wire = kept_or_new(slot.wire, local, torch.float16 if half else torch.float32)
+            slot.wire.copy_(local)
+        else:
+            wire, slot.context = self._compression.compress(local)
+            shared = wire.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            slot.wire = wire.clone(memory_format=torch.contiguous_format) if shared else wire.contiguous()
+        return slot.wire, slot.wire
+
+    def _weighted(self, slot: Slot) -> torch.Tensor:
+        """This worker's gradient as a dense tensor that lies in memory as the parameter does."""
         gradient = slot.parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
-        if gradient is None:  # other workers may have used the parameter in this step
-            local = self._result_of(slot).zero_()
-        elif self.weight == 1.0 and slot.carried is None and gradient.is_contiguous():
-            local = gradient
+        if self.weight == 1.0 and slot.carried is None and gradient is not None and slot.fits(gradient):
+            return gradient
+        local = slot.room()
+        if gradient is None or self.weight == 0.0:  # without a gradient: others may have used the parameter
+            local.zero_()
         else:
-            local = self._result_of(slot)
-            local.zero_() if self.weight == 0.0 else torch.mul(gradient, self.weight, out=local)
+            torch.mul(gradient, self.weight, out=local)
         if slot.carried is not None:
             local.add_(slot.carried)
-        if self._compression is hvd.Compression.none:
-            return local, self._result_of(slot)
-        if self._compression is hvd.Compression.fp16:
-            slot.context = local.dtype
-            slot.wire = _like(slot.wire, local, torch.float16 if local.is_floating_point() else local.dtype)
-            slot.wire.copy_(local)
-        else:
-            slot.wire, slot.context = self._compression.compress(local)
-            if slot.wire is local:
-                slot.wire = local.clone()
-        return slot.wire, slot.wire
-
-    def _result_of(self, slot: Slot) -> torch.Tensor:
-        slot.result = _like(slot.result, slot.parameter, slot.parameter.dtype)
-        return slot.result
+        return local
 
     def _take(self, slot: Slot) -> None:
         """Every gradient of the step has arrived: let ``p.grad`` be the reduced one."""
-        result = self._result_of(slot)
+        result = slot.room()
         if slot.wire is not None:
-            result.copy_(self._compression.decompress(slot.wire, slot.context))
+            exact = self._compression in (hvd.Compression.none, hvd.Compression.fp16)
+            result.copy_(slot.wire if exact else self._compression.decompress(slot.wire, slot.context))
         local = slot.parameter.grad
-        reduced = result.to_sparse() if local is not None and local.is_sparse else result
+        reduced = result.to_sparse(local.sparse_dim()) if local is not None and local.is_sparse else result
         slot.parameter.grad = reduced
         slot.result = local if reduced is result else result
         slot.carried = None
 
-    def _submit_sparse(self, bucket: Bucket, gradient: torch.Tensor) -> None:
+    def _goes_sparse(self, slot: Slot) -> bool:
+        parts = (slot.parameter.grad, slot.carried)
+        return not self._sparse_as_dense and any(part is not None and part.is_sparse for part in parts)
+
+    def _submit_sparse(self, bucket: Bucket) -> None:
+        assert bucket.handles is not None
         slot = bucket.slots[0]
-        gradient = gradient.coalesce()
-        values = gradient.values() * (self.weight / (hvd.size() if self._op == hvd.Average else 1))
-        indices = gradient.indices().t().contiguous()
-        bucket.handles = (
-            hvd.allgather_async(values, name=f"{slot.name}.values"),
-            hvd.allgather_async(indices, name=f"{slot.name}.indices"),
-        )
+        gradient, carried = slot.parameter.grad, slot.carried
+        if gradient is not None and self.weight != 1.0:
+            gradient = gradient * self.weight if self.weight else torch.zeros_like(gradient)
+        parts = [part for part in (gradient, carried) if part is not None]
+        local = sum(parts[1:], start=parts[0]).coalesce()
+        values = local.values() / hvd.size() if self._op == hvd.Average else local.values()
+        bucket.handles.append(hvd.allgather_async(values, name=f"{slot.name}.values"))
+        bucket.handles.append(hvd.allgather_async(local.indices().t().contiguous(), name=f"{slot.name}.indices"))
 
         def finish(outputs: Sequence[Any]) -> None:
             all_values, all_indices = outputs
-            slot.parameter.grad = torch.sparse_coo_tensor(all_indices.t(), all_values, gradient.shape).coalesce()
+            shape = slot.parameter.shape
+            slot.parameter.grad = torch.sparse_coo_tensor(all_indices.t(), all_values, shape).coalesce()
+            slot.carried = None
 
         bucket.finish = finish
 
     # --- the update ------------------------------------------------------------------------------------------------
 
     def in_flight(self) -> bool:
-        return bool(self._submitted)
+        """Some gradients are complete, and the reduced ones have still to be waited for."""
+        return self._ready > 0 and self._failure is None
+
+    def underway(self) -> bool:
+        """Gradients of a step that has not ended are complete, or being summed up, or were lost with the group."""
+        return self._ready > 0 or self._failure is not None or self.accumulating()
+
+    def check(self) -> None:
+        """Make sure that a failure that the user's code has caught does not turn into a wrong update.
+
+        Raises:
+            HorovodInternalError: the group broke in this step, and nothing has recovered it yet.
+        """
+        if self._failure is not None:
+            raise hvd.HorovodInternalError(f"the group broke earlier in this step: {self._failure}") from self._failure
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -256,17 +269,30 @@ class GradientReducer:
         Raises:
             HorovodInternalError: the group broke. All ``p.grad`` are the local ones.
         """
+        self.check()
         for bucket in dict.fromkeys(self._bucket_of[slot] for slot in self._slots):
-            if not bucket.handles:
+            if bucket.handles is None:
                 self._submit(bucket)
-        outputs = [[hvd.synchronize(handle) for handle in bucket.handles] for bucket in self._submitted]
+        try:
+            for bucket in self._submitted:
+                bucket.collect()
+        except BaseException as error:
+            self._note(error)
+            raise
         if self.probe is not None:
             self.probe(sum(len(bucket.slots) for bucket in self._submitted))
-        for bucket, output in zip(self._submitted, outputs, strict=True):
+        for bucket in self._submitted:
             assert bucket.finish is not None
-            bucket.finish(output)
+            assert bucket.outputs is not None
+            bucket.finish(bucket.outputs)
         self._rest()
         self.synchronized = True
+
+    def _note(self, error: BaseException) -> None:
+        if isinstance(error, hvd.HorovodInternalError):
+            self._failure = error
+            if self.on_failure is not None:
+                self.on_failure(error)
 
     def wait_for(self, count: int) -> None:
         """Wait until the first ``count`` gradients that were handed over are reduced. For fault plans."""
@@ -275,28 +301,17 @@ class GradientReducer:
             if seen >= count:
                 return
             seen += len(bucket.slots)
-            while not all(handle not in mpi_ops._handle_map or hvd.poll(handle) for handle in bucket.handles):
-                time.sleep(0.0005)
+            bucket.poll(time.monotonic() + DRAIN_S)
 
     def drain(self) -> tuple[int, int]:
         """The group broke: wait until Horovod holds no tensor any more. Returns gradients reduced, and handed over."""
+        if self._failure is None:
+            self._failure = hvd.HorovodInternalError("the group broke outside of the reduction")
         deadline = time.monotonic() + DRAIN_S
-        done = [self._ended_well(bucket, deadline) for bucket in self._submitted]
-        asked = [len(bucket.slots) for bucket in self._submitted]
-        return sum(count for count, well in zip(asked, done, strict=True) if well), sum(asked)
-
-    @staticmethod
-    def _ended_well(bucket: Bucket, deadline: float) -> bool:
-        for handle in bucket.handles:
-            while handle in mpi_ops._handle_map and not hvd.poll(handle):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.0005)
-            try:
-                hvd.synchronize(handle)
-            except (hvd.HorovodInternalError, ValueError):
-                return False
-        return True
+        for bucket in self._submitted:
+            bucket.end(deadline)
+        done = sum(len(bucket.slots) for bucket in self._submitted if bucket.outputs is not None)
+        return done, sum(len(bucket.slots) for bucket in self._submitted)
 
     def discard(self) -> None:
         """Forget the gradients of a failed step."""
@@ -308,43 +323,13 @@ class GradientReducer:
 
     def _rest(self) -> None:
         self._submitted = []
+        self._ready = 0
+        self._failure = None
         for slot, bucket in self._bucket_of.items():
             slot.left = self.passes
-            bucket.ready = 0
-            bucket.handles = ()
-            bucket.finish = None
+            bucket.rest()
 
 
-def _like(kept: torch.Tensor | None, model: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The kept tensor if it is a contiguous dense one of this shape, dtype and device; a new one otherwise."""
-    if (
-        kept is not None
-        and kept.layout == torch.strided
-        and (kept.shape, kept.dtype, kept.device) == (model.shape, dtype, model.device)
-        and kept.is_contiguous()
-    ):
-        return kept
-    return torch.empty(model.shape, dtype=dtype, device=model.device)
-
-
-def _grouped(slots: list[Slot], groups: int | Sequence[Sequence[torch.Tensor]] | None) -> list[list[Slot]]:
-    """The slots in buckets, as Horovod's ``groups`` argument says."""
-    if not groups:
-        return [[slot] for slot in slots]
-    if isinstance(groups, int):
-        length, longer = divmod(len(slots), groups)
-        cuts = [index * length + min(index, longer) for index in range(groups + 1)]
-        return [slots[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False) if start < stop]
-    by_parameter = {slot.parameter: slot for slot in slots}
-    buckets: list[list[Slot]] = []
-    grouped: set[Slot] = set()
-    for group in groups:
-        if not all(isinstance(parameter, torch.Tensor) for parameter in group):
-            raise ConfigurationError("groups must be a number, or a list of lists of parameters")
-        members = [by_parameter[parameter] for parameter in group if parameter in by_parameter]
-        if grouped.intersection(members) or len(set(members)) != len(members):
-            raise ConfigurationError("groups: a parameter may be in one group only")
-        grouped.update(members)
-        if members:
-            buckets.append(members)
-    return buckets + [[slot] for slot in slots if slot not in grouped]
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -81,7 +81,8 @@ def run_job(
         if during is not None:
             during(job)
         finished = job.wait(timeout_s)
-    ledger = verify_ledger(job.ledger_folder) if any(job.ledger_folder.glob("*")) else LedgerReport()
+    tracked = any(path.stat().st_size for path in job.ledger_folder.glob("*"))
+    ledger = verify_ledger(job.ledger_folder) if tracked else LedgerReport()
     return Outcome(chosen, finished, job.events(), ledger, [_result(path) for path in sorted(folder.glob("result-*"))])
 
 

@@ -1,0 +1,165 @@
+"""The pieces that ``reducer.py`` works with: one parameter's memory, and parameters that are reduced together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+
+from horovod_ft.errors import ConfigurationError
+
+POLL_S = 0.0005
+
+
+class Slot:
+    """One parameter on its way through a reduction.
+
+    Attributes:
+        result: where the reduced gradient goes; afterwards ``p.grad`` is this tensor and this is the old ``p.grad``.
+        wire: what is reduced in place of the gradient, when that has to be something else; None otherwise.
+        context: what the compressor that made ``wire`` wants to see again.
+        carried: weighted gradients of earlier batches, when the weight changed between accumulated batches.
+        left: backward passes still to come before the gradient is reduced.
+    """
+
+    __slots__ = ("_dense", "_strides", "carried", "context", "left", "name", "parameter", "result", "wire")
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, passes: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.left = passes
+        self.result: torch.Tensor | None = None
+        self.wire: torch.Tensor | None = None
+        self.context: Any = None
+        self.carried: torch.Tensor | None = None
+        self._strides: tuple[int, ...] | None = None
+        self._dense: tuple[int, ...] = ()
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has shape, dtype, device and memory order of the parameter, and no holes."""
+        parameter = self.parameter
+        if (
+            tensor.layout != torch.strided
+            or (tensor.shape, tensor.dtype, tensor.device) != (parameter.shape, parameter.dtype, parameter.device)
+        ):
+            return False
+        strides = parameter.stride()
+        if strides != self._strides:  # a model can be moved to another memory format after its optimizer was made
+            self._strides, self._dense = strides, torch.empty_like(parameter, device="meta").stride()
+        both = zip(tensor.shape, tensor.stride(), self._dense, strict=True)
+        return all(have == want for length, have, want in both if length != 1)
+
+    def room(self) -> torch.Tensor:
+        """Memory for the result, with whatever is in it."""
+        if self.result is None or not self.fits(self.result):
+            self.result = torch.empty_like(self.parameter, requires_grad=False)
+        return self.result
+
+    def forget_memory(self) -> None:
+        """Horovod may still write into it."""
+        self.result = self.wire = None
+
+
+class Bucket:
+    """Parameters that are reduced together, all or nothing: usually one, more with ``groups``.
+
+    Attributes:
+        ready: how many of its gradients are complete.
+        handles: Horovod's, one a collective; None while nothing has been handed over.
+        outputs: what the collectives gave, once all of them have ended well.
+        failed: one of them, or handing it over, has failed.
+        finish: puts the outputs into ``p.grad``.
+    """
+
+    __slots__ = ("failed", "finish", "handles", "outputs", "ready", "slots")
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = list(slots)
+        self.rest()
+
+    def rest(self) -> None:
+        """Nothing of the next step has happened yet."""
+        self.ready = 0
+        self.handles: list[int] | None = None
+        self.outputs: list[Any] | None = None
+        self.failed = False
+        self.finish: Callable[[list[Any]], None] | None = None
+
+    def collect(self) -> None:
+        """Wait for the outputs.
+
+        Raises:
+            HorovodInternalError: the group broke.
+        """
+        assert self.handles is not None
+        try:
+            self.outputs = [hvd.synchronize(handle) for handle in self.handles]
+        except BaseException:
+            self.failed = True
+            raise
+
+    def poll(self, deadline: float) -> bool:
+        """Wait until Horovod is through with all handles, well or not; False if it was not before the deadline."""
+        for handle in self.handles or ():
+            while handle in mpi_ops._handle_map and not hvd.poll(handle):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(POLL_S)
+        return True
+
+    def end(self, deadline: float) -> None:
+        """The group broke: wait as ``poll`` does, and keep the outputs if they are whole."""
+        if not self.poll(deadline):
+            self.failed = True
+            for slot in self.slots:
+                slot.forget_memory()
+        elif self.outputs is None and not self.failed:
+            with suppress(hvd.HorovodInternalError):
+                self.collect()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without holes as a contiguous one: its memory as it lies."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def kept_or_new(kept: torch.Tensor | None, model: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The kept tensor if it has this shape, dtype and device; a new contiguous one otherwise."""
+    if kept is not None and (kept.shape, kept.dtype, kept.device) == (model.shape, dtype, model.device):
+        return kept
+    return torch.empty(model.shape, dtype=dtype, device=model.device)
+
+
+def grouped(slots: list[Slot], groups: int | Sequence[Sequence[torch.Tensor]] | None) -> list[list[Slot]]:
+    """The slots in buckets, as Horovod's ``groups`` argument says.
+
+    Raises:
+        ConfigurationError: it is neither a number nor a list of lists, or names a parameter twice.
+    """
+    if groups is None or groups == 0:
+        return [[slot] for slot in slots]
+    if isinstance(groups, int):
+        length, longer = divmod(len(slots), groups)
+        cuts = [index * length + min(index, longer) for index in range(groups + 1)]
+        return [slots[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False) if start < stop]
+    by_parameter = {slot.parameter: slot for slot in slots}
+    buckets = [[by_parameter[member] for member in group if member in by_parameter] for group in _checked(groups)]
+    taken = [slot for bucket in buckets for slot in bucket]
+    if len(set(taken)) != len(taken):
+        raise ConfigurationError("groups: a parameter may be in one group only")
+    return [bucket for bucket in buckets if bucket] + [[slot] for slot in slots if slot not in taken]
+
+
+def _checked(groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torch.Tensor]]:
+    well_formed = isinstance(groups, list | tuple) and all(
+        isinstance(group, list | tuple) and all(isinstance(member, torch.Tensor) for member in group)
+        for group in groups
+    )
+    if not well_formed:
+        raise ConfigurationError(f"groups must be a number, or a list of lists of parameters, not {groups!r:.200}")
+    return groups

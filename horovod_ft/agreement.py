@@ -29,19 +29,19 @@ class Standing(NamedTuple):
 
     Attributes:
         frontier: how far its parameters are.
-        sound: it has the group's state: neither fresh nor torn.
         fresh: its process has just begun.
-        generation, rank, size: the last group it agreed in.
+        torn: a transfer into it was cut off.
+        generation, rank, size: the last group it agreed in; generation -1 if there is none yet.
         computed_by: generation that computed the open step's first update, if one is applied.
         resume: where it goes on.
         schema: hash of names, shapes and dtypes of its state.
-        consecutive: its failures since its last commit.
+        consecutive: its failures since its last commit; 0 if it comes to this group without one.
         at_risk: samples of the global batch it was working on.
     """
 
     frontier: Frontier
-    sound: bool
     fresh: bool
+    torn: bool
     generation: int
     rank: int
     size: int
@@ -51,6 +51,11 @@ class Standing(NamedTuple):
     consecutive: int
     at_risk: int
 
+    @property
+    def sound(self) -> bool:
+        """It has the group's state."""
+        return not (self.fresh or self.torn)
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -58,10 +63,11 @@ class Agreement:
 
     Attributes:
         frontier: of the newest sound state.
-        holders: ranks, in the new group, that have it; rank 0 alone at the start of a job.
+        holders: ranks, in the new group, that have it. At the start of a job one alone, whose state all begin with:
+            rank 0, or the first that a start that was cut off has left as it was.
         lacking: ranks that must receive it.
-        newcomers: ranks whose processes are new; a subset of ``lacking``, but for rank 0 at the start of a job.
-        generation: of the new group: one more than the last that was agreed on, 0 at the start.
+        newcomers: ranks whose processes are new; a subset of ``lacking``, but for the holder at the start of a job.
+        generation: of the new group: one more than the last that was agreed on, 0 for the first.
         start: nobody had a state: the job begins.
         computed_by: as in Standing, of the holders.
         reenter: at least one worker is not finishing, so those who are have to run the training function again.
@@ -94,23 +100,23 @@ def conclude(standings: Sequence[Standing]) -> Agreement:
     sound = [rank for rank, standing in enumerate(standings) if standing.sound]
     fresh = tuple(rank for rank, standing in enumerate(standings) if standing.fresh)
     start = len(fresh) == len(standings)
-    if not sound and not start:
+    if start:
+        sound = [rank for rank, standing in enumerate(standings) if not standing.torn][:1]
+    if not sound:
         raise RecoveryError(
             "the last workers with a whole state died while they were sending it to the others: no replica is left. "
             "Start the job again"
         )
-    newest = max((standings[rank].frontier for rank in sound), default=Frontier(0, 0))
-    holders = tuple(rank for rank in sound if standings[rank].frontier == newest) or (0,)
-    previous = max(standings, key=lambda standing: (not standing.fresh, standing.generation))
-    survivors = tuple(
-        standing.rank for standing in standings if not standing.fresh and standing.generation == previous.generation
-    )
+    newest = max(standings[rank].frontier for rank in sound)
+    holders = tuple(rank for rank in sound if standings[rank].frontier == newest)
+    previous = max(standings, key=lambda standing: standing.generation)
+    survivors = tuple(standing.rank for standing in standings if standing.generation == previous.generation)
     return Agreement(
         frontier=newest,
         holders=holders,
         lacking=tuple(rank for rank in range(len(standings)) if rank not in holders),
         newcomers=fresh,
-        generation=0 if start else previous.generation + 1,
+        generation=previous.generation + 1,
         start=start,
         computed_by=standings[holders[0]].computed_by,
         reenter=any(standing.resume is not Resume.FINISHING for standing in standings),

@@ -45,7 +45,9 @@ class Ledger:
             return
         self._open.append(deal)
         ids = [] if deal.idle else deal.ids.tolist()
-        self._write(kind="dealt", step=step, generation=deal.generation, rank=deal.rank, size=deal.size, ids=ids)
+        self._write(
+            kind="dealt", step=step, generation=deal.generation, rank=deal.rank, size=deal.size, epoch=deal.epoch, ids=ids
+        )
 
     def committed(self, step: int, generation: int) -> None:
         """The step is final; its update was computed by the group of ``generation``."""
@@ -98,18 +100,18 @@ def verify_ledger(folder: Path) -> LedgerReport:
     report = LedgerReport()
     stream = _one_of(report, "length of the dataset", [(r["length"], r["drop_last"]) for r in _kind(records, "stream")])
     final = _final_steps(report, records)
-    dealt: dict[tuple[int, int], list[int]] = defaultdict(list)
+    dealt: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for record in _kind(records, "dealt"):
-        dealt[record["step"], record["generation"]].extend(record["ids"])
+        dealt[record["step"], record["generation"]].append(record)
     visited: dict[int, list[int]] = defaultdict(list)
     for step, (generation, ranges) in sorted(final.items()):
-        ids = dealt[step, generation]
+        trained = sum(len(record["ids"]) for record in dealt[step, generation])
         expected = sum(stop - start for _, start, stop in ranges)
-        if len(ids) != expected:
-            report.problems.append(f"step {step}: {len(ids)} samples were trained on, its global batch has {expected}")
-        if ranges:
-            visited[ranges[0][0]].extend(ids)
-        report.samples += len(ids)
+        if trained != expected:
+            report.problems.append(f"step {step}: {trained} samples were trained on, its global batch has {expected}")
+        for record in dealt[step, generation]:
+            visited[record["epoch"]].extend(record["ids"])
+        report.samples += trained
     report.steps = len(final)
     _check_epochs(report, visited, stream)
     return report
@@ -118,7 +120,7 @@ def verify_ledger(folder: Path) -> LedgerReport:
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("ledger-*.jsonl")):
         for line in path.read_text().splitlines():
-            yield json.loads(line)
+            yield {**json.loads(line), "worker": path.stem.removeprefix("ledger-")}
 
 
 def _kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -132,12 +134,22 @@ def _one_of(report: LedgerReport, what: str, values: list[Any]) -> Any:
 
 
 def _final_steps(report: LedgerReport, records: list[dict[str, Any]]) -> dict[int, tuple[int, list[list[int]]]]:
-    """For each committed step the generation that computed it and its ranges; workers must agree."""
+    """For each committed step the generation that computed it and its ranges; workers must agree.
+
+    A worker can commit a step and die before anybody else has: the survivors compute it again in a later generation.
+    Then theirs counts, and nobody who claims the earlier one may have lived to see the later generation.
+    """
     final: dict[int, tuple[int, list[list[int]]]] = {}
-    for record in _kind(records, "committed"):
+    newest: dict[str, int] = defaultdict(int)
+    for record in _kind(records, "dealt") + _kind(records, "committed"):
+        newest[record["worker"]] = max(newest[record["worker"]], record["generation"])
+    committed = sorted(_kind(records, "committed"), key=lambda record: -record["generation"])
+    for record in committed:
         step, claim = record["step"], (record["generation"], record["ranges"])
-        if final.setdefault(step, claim) != claim:
-            report.problems.append(f"step {step} was committed as {final[step]} and as {claim}")
+        wins = final.setdefault(step, claim)
+        superseded = claim[0] < wins[0] and newest[record["worker"]] < wins[0]
+        if claim != wins and not superseded:
+            report.problems.append(f"step {step} was committed as {wins} and, by {record['worker']}, as {claim}")
     missing = sorted(set(range(1, max(final, default=0) + 1)) - set(final))
     if missing:
         report.problems.append(f"steps that nobody committed: {missing}")

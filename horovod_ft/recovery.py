@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -91,7 +91,7 @@ class Engine:
         self._mono = mono
         #: Training goes by ``step``; False while it goes by explicit commits, or has not begun.
         self.stepping = False
-        self._previous: Group = membership.group
+        self._agreed: Group | None = None
         self._policy: RecoveryPolicy | None = None
         self._pending: Pending | None = None
         self._noted: BaseException | None = None
@@ -218,12 +218,9 @@ class Engine:
         """The group's failure, if that is why the body ended: raised, wrapped by the user's code, or swallowed."""
         if error is None or isinstance(error, self.membership.failure_types):
             return error or self._noted
-        seen: BaseException | None = error
-        while seen is not None:
-            if seen is self._noted:
-                return seen
-            seen = seen.__cause__ or seen.__context__
-        return None
+        if not isinstance(error, Exception):  # the user wants to leave: sys.exit(), Ctrl-C
+            return None
+        return next((seen for seen in _behind(error) if isinstance(seen, self.membership.failure_types)), None)
 
     def _commit_step(self) -> None:
         try:
@@ -321,7 +318,7 @@ class Engine:
             try:
                 if not formed:
                     self._reform()
-                agreement = self._agree_and_transfer(resume)
+                agreement = self._agree_and_transfer(resume, failed=failed)
                 self._bus.emit(_kind(agreement, new=new, failed=failed), duration_s=self._mono() - began)
                 return agreement
             except self.membership.failure_types as error:
@@ -336,12 +333,13 @@ class Engine:
         self._bus.position.rank, self._bus.position.size = group.rank, group.size
         self._bus.emit("reformed", duration_s=self._mono() - began)
 
-    def _agree_and_transfer(self, resume: Resume) -> Agreement:
+    def _agree_and_transfer(self, resume: Resume, *, failed: bool) -> Agreement:
         committer, comm, group = self.committer, self.membership.comm, self.membership.group
         began = self._mono()
         self.injector.at("agreement", self._step_for_faults())
         schema = self._trainee.schema()
-        agreement = agree(comm, self._standing(resume, schema), schema)
+        agreement = agree(comm, self._standing(resume, schema, failed=failed), schema)
+        self._agreed = replace(group, generation=agreement.generation)
         self._bus.emit("agreed", duration_s=self._mono() - began, holders=agreement.holders, lacking=agreement.lacking,
                        lost=agreement.lost, newest=agreement.frontier.step, updates=agreement.frontier.updates)
         if agreement.consecutive and not agreement.start:
@@ -355,7 +353,6 @@ class Engine:
         self._bus.emit("transferred", duration_s=self._mono() - began, nbytes=sent.nbytes, receivers=sent.receivers)
         committer.fresh = False
         self.membership.adopt_generation(agreement.generation)
-        self._previous = self.membership.group
         at = self._bus.position
         at.generation, at.rank, at.size, at.step = agreement.generation, group.rank, group.size, committer.frontier.step
         self._trainee.settled(self.membership.group)
@@ -364,20 +361,20 @@ class Engine:
     def _step_for_faults(self) -> int:
         return 0 if self.committer.fresh else self.committer.frontier.step + 1
 
-    def _standing(self, resume: Resume, schema: list[str]) -> Standing:
-        committer, group = self.committer, self.membership.group
-        previous = group if committer.fresh else self._previous
+    def _standing(self, resume: Resume, schema: list[str], *, failed: bool) -> Standing:
+        committer = self.committer
+        previous = self._agreed or replace(self.membership.group, generation=-1)
         return Standing(
             frontier=committer.frontier,
-            sound=not (committer.fresh or committer.torn),
             fresh=committer.fresh,
+            torn=committer.torn,
             generation=previous.generation,
             rank=previous.rank,
             size=previous.size,
             computed_by=committer.computed_by,
             resume=resume,
             schema=hashlib.sha256("\n".join(schema).encode()).hexdigest(),
-            consecutive=self._failures,
+            consecutive=self._failures if failed else 0,
             at_risk=self._trainee.at_risk(),
         )
 
@@ -400,7 +397,9 @@ class Engine:
             decision: Decision | PolicyError = decide(self._policy, failure)
         except PolicyError as error:
             decision = error
-        same_everywhere(self.membership.comm, "decision of the recovery policy", repr(decision))
+        # The text of an error may hold an address, which differs between workers that decided alike.
+        answer = type(decision).__name__ if isinstance(decision, PolicyError) else repr(decision)
+        same_everywhere(self.membership.comm, "decision of the recovery policy", answer)
         if isinstance(decision, PolicyError):
             raise decision
         self._bus.emit("decision", decision=type(decision).__name__, failure=asdict(failure))
@@ -421,6 +420,18 @@ def _kind(agreement: Agreement, *, new: bool, failed: bool) -> str:
     if new:
         return "joined"
     return "recovered" if failed else "regrouped"
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An exception and all those that it was raised from, or while they were handled."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [one.__cause__, one.__context__]
 
 
 class StepContext:

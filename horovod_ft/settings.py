@@ -63,13 +63,20 @@ class Settings:
             timeout_s=_seconds(env, "TIMEOUT", 600.0),
             elastic=env.get("HOROVOD_ELASTIC") == "1",
             host=env.get("HOROVOD_HOSTNAME", "localhost"),
-            start_rank=int(env.get("HOROVOD_RANK", "0")),
+            start_rank=_rank(env),
         )
 
 
 def _folder(env: Mapping[str, str], name: str) -> Path | None:
     text = env.get(PREFIX + name)
     return Path(text).expanduser() if text else None
+
+
+def _rank(env: Mapping[str, str]) -> int:
+    text = env.get("HOROVOD_RANK", "0")
+    if not text.isdecimal():
+        raise ConfigurationError(f"HOROVOD_RANK={text!r} is not a rank. It is the launcher's; unset it to run without one")
+    return int(text)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
@@ -95,7 +102,7 @@ def writable_folder(path: Path, variable: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another host's worker may have the same process id
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigurationError(

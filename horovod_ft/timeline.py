@@ -126,8 +126,10 @@ def _parts(events: Sequence[Event]) -> Iterator[Part]:
             if event.kind == "resumed":
                 yield _part(share, began)
                 share = []
-        elif event.kind in SETTLED:  # it lived through a failure as a newcomer, which is a start and no recovery
-            share = []
+        elif event.kind in SETTLED:
+            if share and not _open(share):  # the group changed again before the next commit
+                yield _part(share, began)
+            share = []  # what is open here was lived through by a newcomer: a start and no recovery
     if share and not _open(share):
         yield _part(share, began)
 

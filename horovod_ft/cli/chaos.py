@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,22 +26,26 @@ from rich.text import Text
 from horovod_ft.errors import ConfigurationError, FaultPlanError
 from horovod_ft.events import Event, read_events
 from horovod_ft.faults.plan import Fault, parse_plan
-from horovod_ft.settings import writable_folder
+from horovod_ft.settings import Settings, writable_folder
 from horovod_ft.timeline import labels
 
 EXIT_NOT_FIRED = 3
 #: What a terminal or a batch system sends to end a job.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: prctl(2): the signal that this process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
 
 
 def chaos(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="For example horovodrun with its arguments.")
+        list[str], typer.Argument(metavar="COMMAND", help="For example horovodrun with its arguments.")
     ],
     plan: Annotated[str, typer.Option(help="The fault plan: a TOML file, or the TOML text itself.")],
     events: Annotated[
         Path | None,
-        typer.Option(help="Folder for the events, new or empty.", show_default="a new one under runs/"),
+        typer.Option(
+            help="Folder for the events, new or empty.", show_default="HOROVOD_FT_EVENTS, else a new one under runs/"
+        ),
     ] = None,
 ) -> None:
     """Run COMMAND with faults injected into its workers, then say which entries of the plan fired.
@@ -49,13 +55,13 @@ def chaos(
     """
     text = plan_text(plan)
     faults = parse_plan(text)
-    folder = events_folder(events)
+    folder = events_folder(events or Settings.from_environment().events)
     console = Console(stderr=True)
     env = {**os.environ, "HOROVOD_FT_FAULTS": text, "HOROVOD_FT_EVENTS": str(folder)}
     code = run(command, env)
     outcome = match(faults, read_events(folder))
     console.print(table(outcome))
-    console.print(Text(f"Events: {folder}"))
+    console.print(Text(f"The whole story: horovod-ft report {shlex.quote(str(folder))}"), soft_wrap=True)
     raise typer.Exit(code or (0 if all(entry.workers for entry in outcome) else EXIT_NOT_FIRED))
 
 
@@ -90,7 +96,7 @@ def events_folder(given: Path | None) -> Path:
 def run(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run a command to its end, with our standard streams. Signals to us go to all of its process group.
 
-    It has a group of its own, so that a Ctrl-C reaches it once and not twice.
+    It has a group of its own, so that a Ctrl-C reaches it once and not twice, and is ended when we die by a SIGKILL.
 
     Returns:
         its exit status; 128 + n if signal n ended it, as shells have it.
@@ -100,12 +106,27 @@ def run(command: Sequence[str], env: Mapping[str, str]) -> int:
     """
     sys.stdout.flush()
     try:
-        process = subprocess.Popen(command, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=env, start_new_session=True,
+            preexec_fn=_bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
+        )  # fmt: skip
     except OSError as error:
         raise ConfigurationError(f"cannot run {command[0]}: {error.strerror or error}") from error
     with _forwarded(process.pid):
         code = process.wait()
     return 128 - code if code < 0 else code
+
+
+def _bound_to(parent: int) -> Callable[[], None]:
+    """What the child does before it becomes the command: see to it that SIGTERM comes when its parent dies."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent:  # it has died already
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return bind
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""The chart of a run, as a PNG: a lane a worker over the whole run, and the recoveries under a magnifying glass."""
+"""The chart of a run, as a PNG: a lane a worker over the whole run, and the recoveries under a magnifying glass.
+
+The only module here that needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod_ft.cli.lanes import REGROUPING, STARTING, Lane, lanes
-from horovod_ft.errors import ConfigurationError, InstallationError
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from horovod_ft.cli.lanes import REGROUPING, STARTING, TRAINING, Lane, lanes
+from horovod_ft.errors import ConfigurationError
 from horovod_ft.events import STAGES, Event
 from horovod_ft.timeline import SETTLED, Part, Recovery, labels, lost_workers, parts, recoveries
 
@@ -24,12 +32,12 @@ STAGE_COLORS = dict(
 )
 #: For the legend. ``recovered`` follows at once: there is nothing of it to be seen.
 STAGE_NAMES = {stage: stage.replace("_", " ") for stage in STAGES if stage != "recovered"}
-STAGE_NAMES |= {"failure_detected": "since the last step: failure detected", "resumed": "first step: resumed"}
+STAGE_NAMES |= {"failure_detected": "until the failure is detected", "resumed": "first step"}
 MOST_ZOOMS = 4
 MOST_INCHES = 20.0
 BAR = 0.62
-
-MATPLOTLIB_REMEDY = "the chart needs matplotlib: pip install 'horovod_ft[report]', or use --no-png"
+FAULT_LINE: dict[str, Any] = {"color": ALARM, "linewidth": 1.0, "linestyle": (0, (4, 3))}
+GONE: dict[str, Any] = {"color": ALARM, "marker": "x", "markersize": 9, "markeredgewidth": 2.4, "linestyle": ""}
 
 
 def draw(events: Sequence[Event], target: Path) -> None:
@@ -40,14 +48,8 @@ def draw(events: Sequence[Event], target: Path) -> None:
         target: the PNG to write; a file that is there is replaced.
 
     Raises:
-        InstallationError: matplotlib is not installed.
         ConfigurationError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  it is optional, and slow to load
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise InstallationError(MATPLOTLIB_REMEDY) from error
     workers = lanes(events)
     shown = sorted(sorted(recoveries(events), key=lambda one: -one.gap_s)[:MOST_ZOOMS], key=lambda one: one.at)
     columns = 2 if len(shown) > 1 else 1
@@ -77,7 +79,7 @@ def _whole(axes: Any, events: Sequence[Event], workers: Sequence[Lane], origin: 
     for lane in workers:
         for stretch in lane.stretches:
             label = None
-            if stretch.what == "training" and stretch.generation not in seen:
+            if stretch.what == TRAINING and stretch.generation not in seen:
                 seen.add(stretch.generation)
                 label = _generation(stretch.generation, events)
             axes.barh(
@@ -85,13 +87,17 @@ def _whole(axes: Any, events: Sequence[Event], workers: Sequence[Lane], origin: 
                 color=_color(stretch.what, stretch.generation), linewidth=0,
             )  # fmt: skip
         if lane.vanished:
-            axes.plot(lane.stretches[-1].stop - origin, rows[lane.worker], "x", color=ALARM, markersize=9, mew=2.4)
-    _mark(axes, events, rows, origin)
+            axes.plot(lane.stretches[-1].stop - origin, rows[lane.worker], clip_on=False, zorder=5, **GONE)
+    for event in events:
+        at, row = event.wall - origin, rows[event.worker]
+        if event.kind == "fault":
+            _mark_fault(axes, at, row)
+        elif event.kind == "failure_detected":
+            axes.vlines(at, row - BAR / 2, row + BAR / 2, color=NOTICED, linewidth=1.6, zorder=3)
     _lanes_axis(axes, workers)
     axes.set_title("The run", loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("seconds since the first event")
-    axes.margins(x=0.01)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, max(1e-3, max(event.wall for event in events) - origin) * 1.01)
     _run_legend(axes)
 
 
@@ -108,22 +114,18 @@ def _color(what: str, generation: int) -> str:
     return DARK if what == REGROUPING else GENERATIONS[generation % len(GENERATIONS)]
 
 
-def _mark(axes: Any, events: Sequence[Event], rows: dict[str, int], origin: float) -> None:
-    """A line through all lanes at each fault, a tick in the lane of each worker that notices a failure."""
-    for event in events:
-        at, row = event.wall - origin, rows[event.worker]
-        if event.kind == "fault":
-            axes.axvline(at, color=ALARM, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0.5)
-            axes.plot(at, row, marker="v", color=ALARM, markersize=7, zorder=4)
-        elif event.kind == "failure_detected":
-            axes.vlines(at, row - BAR / 2, row + BAR / 2, color=NOTICED, linewidth=1.6, zorder=3)
+def _mark_fault(axes: Any, at: float, row: int) -> None:
+    """A line through all lanes, and whom the fault is for."""
+    axes.axvline(at, zorder=0.5, **FAULT_LINE)
+    axes.plot(at, row, marker="v", color=ALARM, markersize=7, zorder=4)
 
 
 def _zoom(axes: Any, recovery: Recovery, events: Sequence[Event], workers: Sequence[Lane]) -> None:
     shares = [part for part in parts(events) if part.generation == recovery.generation]
     origin = min(part.stages[0].start for part in shares)
     end = max(part.stages[-1].stop for part in shares)
-    rows = {lane.worker: row for row, lane in enumerate(workers)}
+    there = [lane for lane in workers if lane.stretches[0].start <= end and lane.stretches[-1].stop >= origin]
+    rows = {lane.worker: row for row, lane in enumerate(there)}
     for part in shares:
         for stage in part.stages:
             axes.barh(
@@ -132,16 +134,15 @@ def _zoom(axes: Any, recovery: Recovery, events: Sequence[Event], workers: Seque
             )  # fmt: skip
     for event in events:
         if event.kind == "fault" and origin <= event.wall <= end:
-            axes.axvline((event.wall - origin) * 1e3, color=ALARM, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0.5)
-            axes.plot((event.wall - origin) * 1e3, rows[event.worker], marker="v", color=ALARM, markersize=7, zorder=4)
+            _mark_fault(axes, (event.wall - origin) * 1e3, rows[event.worker])
     axes.set_title(_zoom_title(recovery, shares, events), loc="left", fontsize=10)
-    _lanes_axis(axes, workers)
-    axes.set_xlim(0, (end - origin) * 1e3 * 1.02)
-    axes.set_xlabel("milliseconds since the last step before it")
+    _lanes_axis(axes, there)
+    axes.set_xlim(0, (end - origin) * 1e3 * 1.01)
+    axes.set_xlabel("milliseconds since the last step before the failure")
 
 
 def _zoom_title(recovery: Recovery, shares: Sequence[Part], events: Sequence[Event]) -> str:
-    names = labels(sorted({event.worker for event in events}))
+    names = labels({event.worker for event in events})
     gone = [names[who] if who else f"of rank {rank}" for rank, who in lost_workers(recovery, events).items()]
     lost = f"worker{'' if len(gone) == 1 else 's'} {', '.join(gone)} lost" if gone else "no worker lost"
     return f"Step {recovery.step + 1}: {lost}, {len(shares)} recovered, gap {recovery.gap_s * 1e3:.0f} ms"
@@ -158,15 +159,13 @@ def _lanes_axis(axes: Any, workers: Sequence[Lane]) -> None:
 
 
 def _run_legend(axes: Any) -> None:
-    from matplotlib.lines import Line2D  # noqa: PLC0415
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
     bars, names = axes.get_legend_handles_labels()
     extra = [
         (Patch(color=PALE), "starting"),
         (Patch(color=DARK), "forming the group anew"),
-        (Line2D([], [], color=ALARM, marker="v", linestyle=(0, (4, 3)), linewidth=1), "injected fault"),
-        (Line2D([], [], color=ALARM, marker="x", markersize=8, mew=2.4, linestyle=""), "worker gone"),
+        (Line2D([], [], color=NOTICED, marker="|", markersize=9, linestyle=""), "failure noticed"),
+        (Line2D([], [], marker="v", **FAULT_LINE), "injected fault"),
+        (Line2D([], [], **GONE), "no further sign of the worker"),
     ]
     axes.legend(
         [*bars, *(handle for handle, _ in extra)], [*names, *(name for _, name in extra)],
@@ -175,8 +174,6 @@ def _run_legend(axes: Any) -> None:
 
 
 def _stage_legend(figure: Any) -> None:
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
     handles = [Patch(color=STAGE_COLORS[stage]) for stage in STAGE_NAMES]
     figure.legend(
         handles, list(STAGE_NAMES.values()), loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False

@@ -81,7 +81,7 @@ GRACE_S = 5.0
 
 
 def run(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Ran:
-    """Run a program in a process group of its own, which is gone afterwards. Blocks for at most about ``timeout_s``.
+    """Run a program in a process group of its own, which is ended at the bound. Blocks for at most about ``timeout_s``.
 
     Args:
         command: the program and its arguments.
@@ -98,15 +98,16 @@ def run(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None 
     with process:
         try:
             out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return Ran(None, err=f"no answer within {timeout_s:.0f} s")
-        finally:
+        except BaseException as error:  # a Ctrl-C leaves nothing behind either
             _end(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return Ran(None, err=f"no answer within {timeout_s:.0f} s")
+            raise
     return Ran(process.returncode, out, err)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL) if process.poll() is None else ():
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -56,6 +56,8 @@ def job_checks(
     """Checks of the job that the options describe; none when they describe none."""
     if hosts is not None and script is not None:
         raise ConfigurationError("give --hosts or --discovery-script, one of them")
+    if min_np is not None and hosts is None and script is None and np is None:
+        raise ConfigurationError("--min-np can be checked only together with --np, --hosts or --discovery-script")
     known: dict[str, int] | None = None
     if script is not None:
         found, known = discover(script)

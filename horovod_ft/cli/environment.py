@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -15,8 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-
-from packaging.version import Version
 
 from horovod_ft.cli.check import Check, Ran, failed, ok, run, warning
 from horovod_ft.installation import REMEDY
@@ -27,10 +26,10 @@ Runner = Callable[..., Ran]
 HOROVOD = "0.28.1"
 OLDEST_PYTHON = (3, 10)
 #: Module -> oldest version that horovod_ft is made for.
-OLDEST = {"torch": "2.3", "tensorflow": "2.16", "keras": "3.3"}
+OLDEST = {"torch": (2, 3), "tensorflow": (2, 16), "keras": (3, 3)}
 #: Loading a framework from a cold disk takes its time.
 LOAD_TIMEOUT_S = 120.0
-MPI_TIMEOUT_S = 30.0
+MPI_TIMEOUT_S = 60.0
 MPI_REMEDY = "Only for jobs under mpirun, not for horovodrun: pip install 'horovod_ft[mpi]'. Then: " + REMEDY
 #: Build tool -> Debian package.
 TOOLS = {"g++": "g++", "make": "make", "cmake": "cmake"}
@@ -99,9 +98,15 @@ def check_package(module: str, version: str | None) -> Check:
         if module == "torch":
             return failed(module, "not installed", remedy)
         return warning(module, "not installed", f"Only for training with Keras: {remedy}")
-    if version != "unknown" and Version(version) < Version(OLDEST[module]):
-        return warning(module, version, f"horovod_ft is made for {module} {OLDEST[module]} and newer")
+    if leading(version) < OLDEST[module]:
+        oldest = ".".join(map(str, OLDEST[module]))
+        return warning(module, version, f"horovod_ft is made for {module} {oldest} and newer")
     return ok(module, version)
+
+
+def leading(version: str) -> tuple[int, ...]:
+    """The first two numbers in a text: ``2.16.0rc1`` -> (2, 16). Empty if it holds none."""
+    return tuple(int(number) for number in re.findall("[0-9]+", version)[:2])
 
 
 # --- Horovod -------------------------------------------------------------------------------------------------------
@@ -179,7 +184,7 @@ def check_mpirun(path: str | None, run: Runner = run) -> Iterator[Check]:
         return
     version = run([path, "--version"], MPI_TIMEOUT_S)
     first = (version.out.strip().splitlines() or [version.why()])[0]
-    if "Open MPI" not in first or _major(first) < 5:
+    if "Open MPI" not in first or leading(first) < (5,):
         yield warning("mpirun", f"{first}; recovery needs Open MPI 5 or newer", MPI_REMEDY)
         return
     yield ok("mpirun", first)
@@ -197,12 +202,6 @@ def check_ulfm(path: str, run: Runner = run) -> Check:
     if ran.good and ran.out.count("shrunk to 2") == 2:
         return ok(name, "two workers revoked their communicator and shrank it")
     return warning(name, f"does not work: {ran.why()}", MPI_REMEDY)
-
-
-def _major(text: str) -> int:
-    """First number of a line such as ``mpirun (Open MPI) 5.0.11``; 0 if there is none."""
-    numbers = [word for word in text.split() if word[:1].isdigit()]
-    return int(numbers[0].split(".")[0]) if numbers else 0
 
 
 def check_build_tools(missing: Sequence[str], horovod: bool) -> Check:

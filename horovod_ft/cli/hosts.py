@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +28,12 @@ COOLDOWN_LIMITS_S = (1, 3600)
 HOST = re.compile(r"(?P<name>[\w.-]+)(:(?P<slots>[0-9]+))?")
 
 
-def parse_hosts(text: str) -> dict[str, int]:
-    """Read ``a:1,b:2``, or the same with one host a line, as discovery scripts print it. No slots count as one.
+def parse_hosts(text: str, unsaid: int = 0) -> dict[str, int]:
+    """Read ``a:1,b:2``, or the same with one host a line, as discovery scripts print it.
+
+    Args:
+        text: the hosts.
+        unsaid: slots of a host that is listed without; with 0 that is an error.
 
     Raises:
         ConfigurationError: an entry is something else, or a host is named twice.
@@ -36,7 +41,7 @@ def parse_hosts(text: str) -> dict[str, int]:
     hosts: dict[str, int] = {}
     for entry in filter(None, (part.strip() for part in re.split(r"[,\n]", text))):
         match = HOST.fullmatch(entry)
-        slots = int(match["slots"] or 1) if match else 0
+        slots = int(match["slots"] or unsaid) if match else 0
         if match is None or slots < 1:
             raise ConfigurationError(f"{entry!r} is not NAME:SLOTS with at least one slot")
         if match["name"] in hosts:
@@ -55,22 +60,26 @@ def discover(
     if not os.access(script, os.X_OK):
         return failed(name, f"{script} is not executable", f"chmod +x {script}"), {}
     began = mono()
+    ran = run(["sh", "-c", shlex.quote(str(script.absolute()))], SCRIPT_TIMEOUT_S)
+    seconds = mono() - began
     try:
-        hosts = _listing(run([str(script.resolve())], SCRIPT_TIMEOUT_S))
+        hosts = _listing(ran)
     except ConfigurationError as error:
         remedy = "it must print one line NAME:SLOTS a host, and end with status 0"
         return failed(name, f"{script}: {error}", remedy), {}
-    seconds = mono() - began
     if seconds > POLL_S:
         slow = f"{script} takes {seconds:.1f} s, and horovodrun asks it every second"
         return warning(name, slow, "let it answer at once, from a cache: a job waits for it while it recovers"), hosts
+    if any(":" not in line for line in ran.out.split()):
+        bare = f"{script} lists hosts without slots, counted here as one each"
+        return warning(name, bare, "let it print NAME:SLOTS, or run horovodrun with --slots-per-host"), hosts
     return ok(name, f"{script} lists {_listed(hosts)}"), hosts
 
 
 def _listing(ran: Ran) -> dict[str, int]:
     if not ran.good:
         raise ConfigurationError(ran.why())
-    hosts = parse_hosts(ran.out)
+    hosts = parse_hosts(ran.out, unsaid=1)
     if not hosts:
         raise ConfigurationError("it lists no host")
     return hosts
@@ -155,8 +164,9 @@ def check_cooldown(low: int, high: int) -> Check:
         return failed(
             name, f"{low} to {high} s", f"give two numbers of seconds, the lower first, from {least} to {most}"
         )
-    return ok(name, f"a host comes back after {min(2 * low, high)} to {min(3 * low, high)} s at its first failure")
+    return ok(name, f"{min(2 * low, high)} to {min(3 * low, high)} s after its first failure a host is used again")
 
 
 def _listed(hosts: Hosts) -> str:
-    return f"{len(hosts)} host{'s' if len(hosts) > 1 else ''} with {sum(hosts.values())} slots"
+    slots = sum(hosts.values())
+    return f"{len(hosts)} host{'' if len(hosts) == 1 else 's'} with {slots} slot{'' if slots == 1 else 's'}"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from horovod_ft.events import Event
 from horovod_ft.timeline import SETTLED, by_worker, labels
 
-#: A stretch in which no group stands.
-STARTING, REGROUPING = "starting", "regrouping"
-ENDED = ("finished", "aborted")
+#: What a worker is doing. While it has ended there is no stretch; a second training in the same process may follow.
+STARTING, TRAINING, REGROUPING, ENDED = "starting", "training", "regrouping", "ended"
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Stretch:
     """From ``start`` to ``stop``, wall seconds since the epoch, a worker was in one condition.
 
     Attributes:
-        what: STARTING, REGROUPING or ``training``.
+        what: STARTING, TRAINING or REGROUPING.
         generation: of the group; for the two others of the group before.
     """
 
@@ -35,7 +34,7 @@ class Lane:
     Attributes:
         worker: its name.
         label: short and unique.
-        stretches: in order, without a hole.
+        stretches: in order.
         vanished: it ended without saying so: it was killed, or its host was taken away.
     """
 
@@ -65,22 +64,21 @@ def _life(worker: str, workers: Mapping[str, Sequence[Event]]) -> tuple[tuple[St
     for event in its:
         turned = _turn(event, what)
         if turned is not None:
-            stretches.append(Stretch(what, generation, start, event.wall))
+            if what != ENDED:
+                stretches.append(Stretch(what, generation, start, event.wall))
             what, generation, start = turned, event.generation, event.wall
-    vanished = its[-1].kind not in ENDED
-    stop = _last_sign(worker, workers) if vanished else its[-1].wall
-    if what != "ended":
-        stretches.append(Stretch(what, generation, start, max(stop, its[-1].wall)))
-    return tuple(stretches), vanished
+    if what != ENDED:
+        stretches.append(Stretch(what, generation, start, _last_sign(worker, workers)))
+    return tuple(stretches), what != ENDED
 
 
 def _turn(event: Event, what: str) -> str | None:
     """The condition that begins with an event; None if it changes nothing."""
     if event.kind in SETTLED:
-        return "training"
-    if event.kind in ENDED:
-        return "ended"
-    if event.kind in ("failure_detected", "resizing") and what == "training":
+        return TRAINING
+    if event.kind in ("finished", "aborted"):
+        return ENDED
+    if event.kind in ("failure_detected", "resizing") and what == TRAINING:
         return REGROUPING
     return None
 
@@ -103,4 +101,4 @@ def _last_sign(worker: str, workers: Mapping[str, Sequence[Event]]) -> float:
         return min(noticed)
     if its[-1].kind == "resizing":  # the driver had no place for it in the next group
         return its[-1].wall
-    return max((event.wall for event in others), default=its[-1].wall)
+    return max(event.wall for event in (*others, its[-1]))

@@ -20,11 +20,10 @@ EXIT_USAGE = 2
 
 app = typer.Typer(
     name="horovod-ft",
-    help="Tools around horovod_ft, fault tolerance for Horovod's elastic mode.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode="markdown",  # the other modes break lines where the source does
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(doctor)

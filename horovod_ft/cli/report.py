@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from horovod_ft.cli.chart import draw
 from horovod_ft.cli.chronicle import Row, chronicle
-from horovod_ft.errors import ConfigurationError, InstallationError
+from horovod_ft.errors import ConfigurationError
 from horovod_ft.events import STAGES, Event, read_events
 from horovod_ft.ledger import LedgerReport, verify_ledger
 from horovod_ft.timeline import Recovery, by_worker, labels, lost_workers, recoveries, world_sizes
@@ -53,9 +52,9 @@ def report(
         console.print(stage_table(found))
     else:
         console.print("No recovery: no worker came through a failure.")
-    show_ledger(folder, ledger, console)
     if not no_png:
         show_chart(events, png or folder / "report.png", console)
+    show_ledger(folder, ledger, console)
 
 
 def read(folder: Path) -> list[Event]:
@@ -81,12 +80,12 @@ def read(folder: Path) -> list[Event]:
 
 
 def _several_runs(events: Sequence[Event]) -> bool:
-    """Two processes had the same rank in the first group: ranks are only dealt out again later."""
-    first: dict[int, set[str]] = defaultdict(set)
+    """Two processes that began a run had the same start rank; newcomers, who may get one again, join instead."""
+    began: dict[str, set[str]] = defaultdict(set)
     for event in events:
-        if event.kind == "formed" and event.generation == 0:
-            first[event.rank].add(event.worker)
-    return any(len(workers) > 1 for workers in first.values())
+        if event.kind == "formed":
+            began[event.worker.rsplit(":", 2)[1]].add(event.worker)
+    return any(len(workers) > 1 for workers in began.values())
 
 
 # --- tables --------------------------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def _verified(place: Path) -> LedgerReport:
         return verify_ledger(place)
     except ConfigurationError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"the ledger in {place} is damaged: {error!r}") from error
 
 
@@ -193,8 +192,10 @@ def ledger_text(found: LedgerReport) -> Text:
 def show_chart(events: Sequence[Event], target: Path, console: Console) -> None:
     """Write the chart; without matplotlib say how to get it, which is no error: the tables have been printed."""
     try:
-        draw(events, target)
-    except InstallationError as error:
-        console.print(Text(f"No chart: {error}", style="yellow"))
+        from horovod_ft.cli.chart import draw  # noqa: PLC0415  matplotlib is optional, and slow to load
+    except ImportError:
+        remedy = "pip install 'horovod_ft[report]', or use --no-png"
+        console.print(Text(f"No chart: matplotlib is not installed: {remedy}", style="yellow"))
         return
-    console.print(Text(f"Chart: {target}"))
+    draw(events, target)
+    console.print(Text(f"Chart: {target}"), soft_wrap=True)

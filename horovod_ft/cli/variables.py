@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from horovod_ft.cli.check import Check, failed, ok
@@ -25,30 +26,31 @@ def variable_checks(environ: Mapping[str, str] | None = None) -> Iterator[Check]
         return
     yield ok(name, f"understood; a wait inside a recovery ends after {settings.timeout_s:.0f} s")
     if settings.policy is not None:
-        yield _tried("POLICY", _policy, settings.policy)
+        yield _tried("POLICY", partial(_policy, settings.policy))
     if settings.faults is not None:
-        yield _tried("FAULTS", _faults, settings.faults)
+        yield _tried("FAULTS", partial(_faults, settings.faults))
     for variable, folder in (("EVENTS", settings.events), ("LEDGER", settings.ledger)):
         if folder is not None:
-            yield _tried(variable, _folder, folder)
+            yield _tried(variable, partial(_folder, folder, PREFIX + variable))
 
 
-def _tried(variable: str, look: Callable[[str, Path | str], str], value: Path | str) -> Check:
+def _tried(variable: str, look: Callable[[], str]) -> Check:
     name = PREFIX + variable
     try:
-        return ok(name, look(name, value))
-    except ConfigurationError as error:
-        return failed(name, str(error), f"correct {name}, or unset it")
+        return ok(name, look())
+    except Exception as error:  # ours say all; the import of another package's policy can raise anything
+        found = str(error) if isinstance(error, ConfigurationError) else repr(error)
+        return failed(name, found, f"correct {name}, or unset it")
 
 
-def _policy(_: str, text: Path | str) -> str:
-    return repr(parse_policy(str(text)))
+def _policy(text: str) -> str:
+    return repr(parse_policy(text))
 
 
-def _faults(_: str, source: Path | str) -> str:
-    faults = parse_plan(str(source))
-    return f"{len(faults)} fault{'s' if len(faults) > 1 else ''}, the first: {faults[0]}"
+def _faults(source: str) -> str:
+    faults = parse_plan(source)
+    return f"{len(faults)} fault{'' if len(faults) == 1 else 's'}, the first: {faults[0]}"
 
 
-def _folder(name: str, folder: Path | str) -> str:
-    return f"{writable_folder(Path(folder), name)} can be written"
+def _folder(folder: Path, name: str) -> str:
+    return f"{writable_folder(folder, name)} can be written"

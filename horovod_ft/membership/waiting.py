@@ -56,14 +56,15 @@ def _watch(done: int, signals: int, what: str, timeout_s: float) -> None:
         waited = time.monotonic() - began
         if waited >= timeout_s:
             _quit(f"gave up: waited {waited:.0f} s {what}.")
-        ready, _, _ = select.select(watched, [], [], (timeout_s if explained else EXPLAIN_AFTER_S) - waited)
-        if done in ready:
-            return
+        if waited >= EXPLAIN_AFTER_S and not explained:
+            explained = True
+            print(f"horovod_ft: has waited {waited:.0f} s {what}.", file=sys.stderr, flush=True)
+        until = timeout_s if explained else min(EXPLAIN_AFTER_S, timeout_s)
+        ready, _, _ = select.select(watched, [], [], until - waited)
         if signals in ready and signal.SIGTERM in os.read(signals, 64):
             _quit(f"the launcher ended the job while this worker waited {time.monotonic() - began:.1f} s {what}.")
-        if not ready and not explained:
-            explained = True
-            print(f"horovod_ft: has waited {EXPLAIN_AFTER_S:.0f} s {what}.", file=sys.stderr, flush=True)
+        if done in ready:
+            return
 
 
 class _SignalPipe:

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -66,8 +66,8 @@ class Outcome(Generic[T]):
         """The result; raises the error if there is one."""
         if self.error is not None:
             raise self.error
-        assert self.result is not None
-        return self.result
+        assert not self.died, "this worker died"
+        return cast(T, self.result)
 
 
 @dataclass
@@ -113,7 +113,8 @@ class FakeWorld:
         breakages: what goes wrong, each once.
         arrange: puts the indices of a new group, which come as survivors by rank and then newcomers, in the order of
             the new ranks. Default: as they come.
-        timeout_s: bound of each wait and of the whole run.
+        must_break: all breakages have to come; a plan that injects nothing would otherwise pass for a success.
+        timeout_s: bound of each wait, in case this file has a bug.
     """
 
     def __init__(
@@ -122,10 +123,12 @@ class FakeWorld:
         breakages: Iterable[Breakage] = (),
         *,
         arrange: Callable[[Sequence[int]], Sequence[int]] = tuple,
+        must_break: bool = True,
         timeout_s: float = 10.0,
     ) -> None:
         self._breakages = list(breakages)
         self._arrange = arrange
+        self._must_break = must_break
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._members = [FakeMembership(self, index) for index in range(size)]
@@ -153,10 +156,12 @@ class FakeWorld:
             thread.join(self._timeout_s)
             if thread.is_alive():
                 raise WorldError(f"{thread.name} did not end within {self._timeout_s} s")
+        if self._stuck is not None:
+            raise WorldError(self._stuck)
         for outcome in self._outcomes.values():
             if isinstance(outcome.error, WorldError):
                 raise outcome.error
-        if self._breakages:
+        if self._breakages and self._must_break:
             raise WorldError(f"never came: {self._breakages}")
         return dict(sorted(self._outcomes.items()))
 
@@ -180,11 +185,10 @@ class FakeWorld:
 
     # --- what workers ask; each method below holds the lock ----------------------------------------------------------
 
-    def announce(self, teller: FakeMembership, newcomers: int) -> None:
-        """Start new workers, and let one worker know that the group will change."""
+    def add(self, teller: FakeMembership, newcomers: int) -> None:
+        """Start new workers; from now on no group forms without them."""
         with self._changed:
             self._check_alive(teller)
-            teller.told = True
             for _ in range(newcomers):
                 member = FakeMembership(self, len(self._members))
                 self._members.append(member)
@@ -209,9 +213,8 @@ class FakeWorld:
         """Wait for a new group of all who are alive. Returns rank and size."""
         with self._changed:
             self._check_alive(member)
-            self._go(member)
             self._forming.add(member.index)
-            self._form_if_all_are_there()
+            self._go(member)
             self._wait(member, "a new group", lambda: member.index not in self._forming)
             assert member.formation is not None
             return member.formation.members.index(member.index), len(member.formation.members)
@@ -278,15 +281,13 @@ class FakeWorld:
 
     def _end(self, member: FakeMembership) -> None:
         self._living.discard(member.index)
-        self._forming.discard(member.index)
         self._go(member)
-        self._form_if_all_are_there()
-        self._notify()
 
     def _go(self, member: FakeMembership) -> None:
         if member.formation is not None:
             member.formation.gone.add(member.index)
-            self._notify()
+        self._form_if_all_are_there()
+        self._notify()
 
     def _form_if_all_are_there(self) -> None:
         if not self._forming or self._forming != self._living:
@@ -296,7 +297,6 @@ class FakeWorld:
         for index in order:
             self._members[index].formation = formation
         self._forming.clear()
-        self._notify()
 
     def _present_place(self, index: int) -> tuple[bool, int]:
         formation = self._members[index].formation
@@ -376,7 +376,8 @@ class FakeMembership:
 
     def announce(self, newcomers: int = 1) -> None:
         """The launcher tells this worker, and nobody else, of new workers. They wait for the next group."""
-        self._world.announce(self, newcomers)
+        self._world.add(self, newcomers)
+        self.told = True
 
     def die(self, *_: Any) -> NoReturn:
         """This worker is dead. Fits where a function that sends a signal is wanted."""

@@ -1,4 +1,4 @@
-"""Run the training of ``training.py`` as a real job with faults, and check what must hold after every recovery."""
+"""Run the training of ``task.py`` as a real job with faults, and check what must hold after every recovery."""
 
 from __future__ import annotations
 
@@ -14,9 +14,25 @@ import numpy as np
 from horovod_ft.events import Event
 from horovod_ft.ledger import LedgerReport, verify_ledger
 from horovod_ft.testing.local_job import Finished, LocalJob
-from tests.jobs.training import Config, reference
+from tests.jobs.task import Config, reference
+from tests.jobs.zygote import Zygote
 
 HERE = Path(__file__).parent
+
+
+class Workers:
+    """How workers are started; set by ``conftest.py``."""
+
+    zygote: Zygote | None = None
+
+    @classmethod
+    def command(cls, module: str, *arguments: str) -> list[str]:
+        """What runs a module as a worker."""
+        if cls.zygote is not None:
+            return cls.zygote.command(module, *arguments)
+        return [sys.executable, "-m", module, *arguments]
+
+
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
@@ -69,10 +85,13 @@ def run_job(
     timeout_s: float = 75.0,
     **config: Any,
 ) -> Outcome:
-    """Run a job to its end; ``during`` is called while it runs. Further arguments are fields of ``Config``."""
+    """Run a job to its end; ``during`` is called while it runs. Further arguments are fields of ``Config``.
+
+    ``script`` is another module for the workers to run, with its arguments.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     chosen = Config(folder=str(folder), **config)
-    command = script or [sys.executable, "-m", "tests.jobs.training", chosen.write()]
+    command = Workers.command(*(script or ("tests.jobs.training", chosen.write())))
     environment = {"HOROVOD_FT_FAULTS": "\n".join(faults), "PYTHONPATH": str(HERE.parent.parent), **(env or {})}
     with LocalJob(
         command, workers, folder, min_workers=min_workers, env=environment, arguments=arguments,
@@ -124,7 +143,8 @@ def check_like_reference(outcome: Outcome, *, tolerance: float = 1e-10) -> None:
     """The final parameters are those of a run without failures, up to rounding."""
     expected = reference(outcome.config)
     for name, value in expected.items():
-        np.testing.assert_allclose(outcome.results[0].arrays[f"model.{name}"], value, rtol=0, atol=tolerance, err_msg=name)
+        trained = outcome.results[0].arrays[f"model.{name}"]
+        np.testing.assert_allclose(trained, value, rtol=0, atol=tolerance, err_msg=name)
 
 
 def check_close(left: Arrays, right: Arrays, tolerance: float = 1e-10) -> None:

@@ -1,6 +1,6 @@
 """A script written for stock Horovod elastic, as its documentation shows; only the import is ours.
 
-``python stock_script.py FOLDER STATE`` trains with commits every third batch; worker 1 kills itself between two of them.
+``python -m tests.jobs.stock_script FOLDER`` trains with commits every third batch; worker 1 kills itself between two.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def weights() -> str:
 
 def note(kind: str, state: Any) -> None:
     record = {
-        "kind": kind, "epoch": state.epoch, "batch": state.batch, "processed": sampler.processed_num, "size": hvd.size(),
-        "lr": optimizer.param_groups[0]["lr"], "weights": weights(), "replicas": sampler.num_replicas,
+        "kind": kind, "epoch": state.epoch, "batch": state.batch, "processed": sampler.processed_num,
+        "size": hvd.size(), "lr": optimizer.param_groups[0]["lr"], "weights": weights(), "replicas": sampler.num_replicas,
     }  # fmt: skip
     with (FOLDER / f"notes-{START_RANK}.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ EXPECTED = {
 
 
 def test_what_a_script_can_get_wrong(tmp_path: Path) -> None:
-    script = [sys.executable, "-m", "tests.jobs.bad_input", str(tmp_path)]
+    script = ["tests.jobs.bad_input", str(tmp_path)]
     outcome = run_job(tmp_path, workers=2, script=script)
     assert outcome.finished.returncode == 0, outcome.finished.output[-4000:]
     for rank in range(2):
@@ -42,7 +41,7 @@ def test_what_a_script_can_get_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        ({"HOROVOD_FT_FAULTS": "[[fault]]\nworker = 1\nphase = 'sleep'"}, "FaultPlanError: the fault plan in HOROVOD_FT"),
+        ({"HOROVOD_FT_FAULTS": "[[fault]]\nworker = 1\nphase = 'nap'"}, "FaultPlanError: the fault plan in HOROVOD_FT"),
         ({"HOROVOD_FT_FAULTS": "/nowhere/plan.toml"}, "FaultPlanError: cannot read the fault plan /nowhere/plan.toml"),
         ({"HOROVOD_FT_EVENTS": "/dev/null/events"}, "ConfigurationError: cannot write into '/dev/null/events'"),
         ({"HOROVOD_FT_POLICY": "lossless"}, "PolicyError: there is no recovery policy 'lossless'"),
@@ -56,7 +55,7 @@ def test_what_the_environment_can_get_wrong(tmp_path: Path, env: dict[str, str],
 
 
 def test_another_model_on_one_worker(tmp_path: Path) -> None:
-    script = [sys.executable, "-m", "tests.jobs.bad_input", str(tmp_path), "mismatch"]
+    script = ["tests.jobs.bad_input", str(tmp_path), "mismatch"]
     outcome = run_job(tmp_path, workers=2, script=script)
     expected = "DivergenceError: worker 1 trains another model than worker 0: it has 3 tensors"
     check_refused(outcome.finished.output, outcome.finished.returncode, expected)
@@ -70,7 +69,8 @@ def check_refused(output: str, returncode: int | None, expected: str) -> None:
 
 
 def test_min_np_out_of_reach_ends_the_job_within_the_elastic_timeout(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, [fault(1, 5, "allreduce", after=1)], min_workers=3, arguments=["--elastic-timeout", "6"])
+    plan = [fault(1, 5, "allreduce", after=1)]
+    outcome = run_job(tmp_path, plan, min_workers=3, arguments=["--elastic-timeout", "6"])
     assert outcome.finished.returncode not in (None, 0)
     assert "waited" in outcome.finished.output
     assert "for horovodrun to form a new group" in outcome.finished.output, outcome.finished.output[-3000:]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.harness import check_like_reference, check_sound, fault, recovered_at, run_job
+from tests.jobs.task import GROWTH_INTERVAL
 
 pytestmark = pytest.mark.job
 
@@ -27,7 +28,7 @@ GRADIENTS = 6  # of the model: three linear layers
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(map(str, value.values())),
 )
-def test_a_kill_in_any_phase_of_a_step_costs_nothing_but_that_step(tmp_path: Path, phase: str, more: dict[str, int]) -> None:
+def test_a_kill_in_any_phase_costs_nothing_but_that_step(tmp_path: Path, phase: str, more: dict[str, int]) -> None:
     outcome = run_job(tmp_path, [fault(1, 5, phase, **more)])
     check_sound(outcome, {0, 2})
     check_like_reference(outcome)
@@ -42,6 +43,17 @@ def test_a_second_kill_while_the_group_recovers_from_the_first(tmp_path: Path, p
     check_sound(outcome, {0, 2})
     check_like_reference(outcome)
     assert len(outcome.fired()) == 2
+
+
+def test_a_survivor_that_is_a_step_behind_is_brought_forward(tmp_path: Path) -> None:
+    """Worker 1 dies when it and worker 0 have applied step 5, and the reduction of worker 2 has failed."""
+    outcome = run_job(tmp_path, [fault(1, 6, "forward")], disagree_at=5)
+    check_sound(outcome, {0, 2})
+    check_like_reference(outcome)
+    assert recovered_at(outcome) == [(5, 2)]
+    recovery = [event for event in outcome.kinds("agreed") if event.step]
+    assert [event.data["lacking"] for event in recovery] == [[1], [1]]
+    assert all(event.data["nbytes"] > 0 for event in outcome.kinds("transferred"))
 
 
 def test_the_death_of_rank_zero(tmp_path: Path) -> None:
@@ -101,6 +113,14 @@ def test_fp16_compression(tmp_path: Path) -> None:
     outcome = run_job(tmp_path, [fault(1, 5, "allreduce", after=3)], fp16=True)
     check_sound(outcome, {0, 2})
     check_like_reference(outcome, tolerance=5e-3)
+
+
+def test_a_gradient_scaler(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, [fault(1, 5, "optimizer")], scaler=True)
+    check_sound(outcome, {0, 2})
+    check_like_reference(outcome)
+    scalars = outcome.results[0].scalars
+    assert scalars["scale"] == 2.0**16 * 2.0 ** (scalars["steps"] // GROWTH_INTERVAL), "replayed steps count once"
 
 
 def test_batch_size_for_each_worker(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ def notes(folder: Path, start_rank: int) -> list[dict[str, Any]]:
 
 
 def test_a_failure_restores_the_last_commit_and_enters_the_function_again(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, script=[sys.executable, "-m", "tests.jobs.stock_script", str(tmp_path)])
+    outcome = run_job(tmp_path, script=["tests.jobs.stock_script", str(tmp_path)])
     assert outcome.finished.returncode == 0, outcome.finished.output[-4000:]
     zero, two = notes(tmp_path, 0), notes(tmp_path, 2)
     assert [note["weights"] for note in zero] == [note["weights"] for note in two]
@@ -36,7 +35,7 @@ def test_a_failure_restores_the_last_commit_and_enters_the_function_again(tmp_pa
 
 
 def test_a_state_of_another_class_restores_and_syncs_itself(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, script=[sys.executable, "-m", "tests.jobs.object_state_script", str(tmp_path)])
+    outcome = run_job(tmp_path, script=["tests.jobs.object_state_script", str(tmp_path)])
     assert outcome.finished.returncode == 0, outcome.finished.output[-4000:]
     assert sorted(path.name for path in tmp_path.glob("total-*")) == ["total-0", "total-2"]
     assert {path.read_text() for path in tmp_path.glob("total-*")} == {"30"}

@@ -1,0 +1,1 @@
+"""Benchmarks: one script a question, JSON results, stock Horovod measured in the same run."""

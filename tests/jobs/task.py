@@ -1,0 +1,106 @@
+"""What the job tests train, and the same training in one plain process for comparison. No Horovod.
+
+Double precision, so that "equal up to rounding" is strict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from horovod_ft.data import EpochOrder
+
+#: Steps after which the gradient scaler doubles its scale.
+GROWTH_INTERVAL = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is trained, and how. ``folder`` is where each worker leaves its result."""
+
+    folder: str
+    model: str = "mlp"
+    optimizer: str = "momentum"
+    samples: int = 100
+    global_batch: int | None = 12
+    batch: int | None = None
+    epochs: int = 2
+    num_workers: int = 0
+    passes: int = 1
+    groups: int = 0
+    fp16: bool = False
+    metric: bool = False
+    accumulate_over: str = "steps"
+    hold_before: int | None = None
+    policy: str | None = None
+    swallow: bool = False
+    scaler: bool = False
+    disagree_at: int | None = None
+
+    def write(self) -> str:
+        path = Path(self.folder) / "config.json"
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+        return str(path)
+
+    @classmethod
+    def read(cls, path: str) -> Config:
+        return cls(**json.loads(Path(path).read_text()))
+
+
+def dataset(config: Config) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(config.samples, 6, generator=generator, dtype=torch.float64)
+    labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
+    return torch.utils.data.TensorDataset(inputs, labels)
+
+
+def build(config: Config) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    extra: dict[str, list[nn.Module]] = {"mlp": [], "batchnorm": [nn.BatchNorm1d(16)], "dropout": [nn.Dropout(0.3)]}
+    first, second, third = nn.Linear(6, 16), nn.Linear(16, 8), nn.Linear(8, 2)
+    model = nn.Sequential(first, *extra[config.model], nn.Tanh(), second, nn.Tanh(), third).double()
+    make: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=1e-3),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    }
+    return model, make[config.optimizer](model.parameters())
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+
+def reference(config: Config) -> dict[str, np.ndarray[Any, Any]]:
+    """Final parameters of the same training in one process, without Horovod and without failures."""
+    model, optimizer = build(config)
+    scheduler = scheduler_of(optimizer)
+    data = dataset(config)
+    order = EpochOrder(config.samples, shuffle=True, seed=5)
+    batches = [ids for epoch in range(config.epochs) for ids in _global_batches(order(epoch), config)]
+    for update in range(0, len(batches), config.passes):
+        optimizer.zero_grad()
+        for ids in batches[update : update + config.passes]:
+            inputs, labels = data[torch.from_numpy(ids.copy())]
+            (F.cross_entropy(model(inputs), labels) / config.passes).backward()
+        optimizer.step()
+        scheduler.step()
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def _global_batches(order: np.ndarray[Any, Any], config: Config) -> Iterator[np.ndarray[Any, Any]]:
+    assert config.global_batch is not None
+    for start in range(0, len(order), config.global_batch):
+        yield order[start : start + config.global_batch]
+
+

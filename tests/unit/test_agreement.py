@@ -1,0 +1,189 @@
+"""What follows from the standings of a group's workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from horovod_ft.agreement import Agreement, Resume, Standing, agree, conclude, same_everywhere
+from horovod_ft.committer import Frontier
+from horovod_ft.errors import DivergenceError, RecoveryError
+from horovod_ft.membership.base import Bytes, Pending
+
+
+def survivor(rank: int, step: int = 4, updates: int = 0, **changes: Any) -> Standing:
+    """A worker of a group of four, generation 2."""
+    standing = Standing(
+        frontier=Frontier(step, updates), fresh=False, torn=False, generation=2, rank=rank, size=4, computed_by=None,
+        resume=Resume.IN_PLACE, schema="s", consecutive=1, at_risk=8,
+    )  # fmt: skip
+    return standing._replace(**changes)
+
+
+def newcomer(**changes: Any) -> Standing:
+    changes = {"fresh": True, "generation": -1, "size": 1, "consecutive": 0, "at_risk": 0, **changes}
+    return survivor(0, 0, resume=Resume.REENTER, **changes)
+
+
+class Answers:
+    """Collectives that answer what a test has prepared."""
+
+    def __init__(self, **answers: list[Any]) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def allgather_object(self, value: Any, name: str) -> list[Any]:
+        self.asked.append(name)
+        return self.answers[name]
+
+    def broadcast_object(self, value: Any, root: int, name: str) -> Any:
+        raise NotImplementedError
+
+    def broadcast_bytes(self, buffer: Bytes, root: int, name: str) -> None:
+        raise NotImplementedError
+
+    def any_async(self, flag: bool) -> Pending:
+        raise NotImplementedError
+
+
+# --- who has the newest state --------------------------------------------------------------------------------------
+
+
+def test_nobody_lacks_anything_if_all_are_at_the_same_step() -> None:
+    agreement = conclude([survivor(0), survivor(2), survivor(3)])
+    assert (agreement.holders, agreement.lacking, agreement.frontier) == ((0, 1, 2), (), Frontier(4, 0))
+
+
+def test_the_newest_step_that_any_survivor_committed_counts() -> None:
+    agreement = conclude([survivor(0, 4), survivor(2, 5), survivor(3, 4)])
+    assert (agreement.frontier, agreement.holders, agreement.lacking) == (Frontier(5, 0), (1,), (0, 2))
+
+
+def test_an_applied_update_of_an_open_step_is_newer_than_none() -> None:
+    agreement = conclude([survivor(0, 4, 1, computed_by=2), survivor(2, 4, 0)])
+    assert (agreement.frontier, agreement.holders, agreement.computed_by) == (Frontier(4, 1), (0,), 2)
+
+
+def test_a_committed_step_is_newer_than_any_number_of_updates_in_the_step_before() -> None:
+    assert conclude([survivor(0, 4, 3), survivor(2, 5, 0)]).frontier == Frontier(5, 0)
+
+
+def test_a_torn_worker_is_no_holder_even_if_its_frontier_is_the_newest() -> None:
+    agreement = conclude([survivor(0, 5, torn=True), survivor(2, 4)])
+    assert (agreement.frontier, agreement.holders, agreement.lacking) == (Frontier(4, 0), (1,), (0,))
+
+
+def test_no_replica_is_left_if_all_survivors_are_torn() -> None:
+    with pytest.raises(RecoveryError, match="no replica is left. Start the job again"):
+        conclude([survivor(0, torn=True), newcomer()])
+
+
+# --- newcomers and the start ---------------------------------------------------------------------------------------
+
+
+def test_at_the_start_rank_0_gives_its_state_to_all_others() -> None:
+    agreement = conclude([newcomer(), newcomer(), newcomer()])
+    assert (agreement.start, agreement.holders, agreement.lacking) == (True, (0,), (1, 2))
+
+
+def test_the_first_group_has_generation_0_and_lost_nobody() -> None:
+    agreement = conclude([newcomer(), newcomer()])
+    assert (agreement.generation, agreement.lost, agreement.survivors) == (0, (), ())
+
+
+def test_a_start_that_was_cut_off_begins_with_a_worker_that_it_has_not_written_into() -> None:
+    agreement = conclude([newcomer(torn=True, generation=0), newcomer(generation=0)])
+    assert (agreement.start, agreement.holders, agreement.lacking) == (True, (1,), (0,))
+
+
+def test_a_start_cannot_be_repeated_if_it_was_cut_off_everywhere() -> None:
+    with pytest.raises(RecoveryError, match="no replica"):
+        conclude([newcomer(torn=True), newcomer(torn=True)])
+
+
+def test_a_second_start_has_another_generation() -> None:
+    assert conclude([newcomer(generation=0), newcomer(generation=-1)]).generation == 1
+
+
+def test_newcomers_lack_the_state_and_are_no_survivors() -> None:
+    agreement = conclude([survivor(1), newcomer(), survivor(3)])
+    assert (agreement.newcomers, agreement.lacking, agreement.survivors) == ((1,), (1,), (1, 3))
+
+
+def test_a_newcomer_never_is_a_holder_even_at_step_0() -> None:
+    assert conclude([newcomer(), survivor(1, 0)]).holders == (1,)
+
+
+# --- who is lost ---------------------------------------------------------------------------------------------------
+
+
+def test_those_of_the_previous_group_who_are_not_here_are_lost() -> None:
+    agreement = conclude([survivor(3), survivor(1)])
+    assert (agreement.lost, agreement.survivors, agreement.size_before) == ((0, 2), (3, 1), 4)
+
+
+def test_nobody_is_lost_if_all_are_here() -> None:
+    assert conclude([survivor(rank) for rank in range(4)]).lost == ()
+
+
+def test_the_previous_group_is_the_one_with_the_highest_generation() -> None:
+    agreement = conclude([survivor(0, generation=1, size=5), survivor(1, generation=2, size=2)])
+    assert (agreement.generation, agreement.size_before, agreement.lost) == (3, 2, (0,))
+
+
+# --- the rest ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["consecutive", "at_risk"])
+def test_the_largest_number_of_any_worker_counts(field: str) -> None:
+    standings = [survivor(0, **{field: 3}), survivor(1, **{field: 7}), newcomer()]
+    assert getattr(conclude(standings), field) == 7
+
+
+@pytest.mark.parametrize(
+    ("resumes", "again"),
+    [
+        ([Resume.FINISHING, Resume.FINISHING], False),
+        ([Resume.FINISHING, Resume.IN_PLACE], True),
+        ([Resume.FINISHING, Resume.REENTER], True),
+    ],
+)
+def test_the_function_runs_again_unless_all_have_finished_it(resumes: list[Resume], again: bool) -> None:
+    standings = [survivor(rank, resume=resume) for rank, resume in enumerate(resumes)]
+    assert conclude(standings).reenter is again
+
+
+def test_agreeing_takes_one_small_collective() -> None:
+    comm = Answers(standing=[survivor(0), survivor(1)])
+    agreement = agree(comm, survivor(0), ["w (3,) float32"])
+    assert isinstance(agreement, Agreement)
+    assert comm.asked == ["standing"]
+
+
+@pytest.mark.parametrize(
+    ("schemas", "said"),
+    [
+        ([["w (3,) f4", "b (1,) f4"], ["w (3,) f4", "b (2,) f4"]], r"worker 1 .*'b \(2,\) f4' against 'b \(1,\) f4'"),
+        ([["w (3,) f4"], ["w (3,) f4", "b (2,) f4"]], "it has 2 tensors, worker 0 has 1"),
+        ([["w (3,) f4"], ["w (3,) f4"], ["v (3,) f4"]], "worker 2 trains another model than worker 0"),
+    ],
+    ids=["shape", "number", "third-worker"],
+)
+def test_workers_with_different_models_are_told_the_first_difference(schemas: list[list[str]], said: str) -> None:
+    standings = [survivor(rank, schema=str(lines)) for rank, lines in enumerate(schemas)]
+    with pytest.raises(DivergenceError, match=said):
+        agree(Answers(standing=standings, schema=schemas), standings[0], schemas[0])
+
+
+def test_the_same_answer_everywhere_is_fine() -> None:
+    same_everywhere(Answers(colour=["red", "red"]), "colour", "red")
+
+
+def test_different_answers_are_listed_by_worker() -> None:
+    with pytest.raises(DivergenceError, match="disagree on the colour: worker 0: red; worker 1: blue"):
+        same_everywhere(Answers(colour=["red", "blue"]), "colour", "red")
+
+
+def test_a_worker_is_sound_if_it_is_neither_fresh_nor_torn() -> None:
+    assert [survivor(0).sound, survivor(0, torn=True).sound, newcomer().sound] == [True, False, False]

@@ -1,0 +1,381 @@
+"""A training small enough to run on threads: integers instead of floats, so that "equal" means equal.
+
+Each step maps the weights to something that depends on the weights and on the samples of the whole global batch. The
+map is exact and does not commute, so a step that is lost, repeated or computed on other samples changes the result.
+Two updates a step stand for two optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_ft.committer import Committer
+from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place
+from horovod_ft.events import Event, EventBus
+from horovod_ft.faults.inject import Injector
+from horovod_ft.faults.plan import Fault
+from horovod_ft.ledger import Ledger
+from horovod_ft.membership.base import Bytes, Group
+from horovod_ft.policies.rollback import MiniBatchRollback
+from horovod_ft.policy import RecoveryPolicy
+from horovod_ft.recovery import Engine
+from horovod_ft.testing.fake_world import Breakage, FakeMembership, FakeWorld, Outcome
+from horovod_ft.transfer import Block
+
+Integers = NDArray[np.int64]
+MODULUS = 1_000_003
+WIDTH = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how."""
+
+    samples: int = 20
+    batch: BatchSize = BatchSize(total=6)
+    epochs: int = 2
+    updates: int = 1
+    passes: int = 1
+    ledger: Path | None = None
+
+    def order(self) -> EpochOrder:
+        return EpochOrder(self.samples, shuffle=True, seed=11)
+
+
+def initial() -> Integers:
+    return np.arange(1, WIDTH + 1, dtype=np.int64)
+
+
+def contribution(ids: Sequence[int], which: int) -> int:
+    """What some samples add to an update; the sum over parts of a batch is that of the batch."""
+    return sum((sample + 2) ** 2 + which for sample in ids)
+
+
+def updated(weights: Integers, gradient: int) -> Integers:
+    return (weights * 31 + gradient * np.arange(1, WIDTH + 1)) % MODULUS
+
+
+def expected(job: Job) -> Integers:
+    """The weights at the end of a training by one worker without failures."""
+    assert job.batch.total is not None
+    weights = np.stack([initial()] * job.updates)
+    order = job.order()
+    batches = [
+        order(epoch)[at : at + job.batch.total]
+        for epoch in range(job.epochs)
+        for at in range(0, job.samples, job.batch.total)
+    ]
+    for step in range(0, len(batches), job.passes):
+        for which in range(job.updates):
+            gradient = sum(contribution(ids.tolist(), which) for ids in batches[step : step + job.passes])
+            weights[which] = updated(weights[which], gradient)
+    return weights
+
+
+class ArrayBlock:
+    """An array as a ``transfer.Block``."""
+
+    def __init__(self, array: NDArray[Any], *, local: bool = False) -> None:
+        self.array = array
+        self.local = local
+        self.nbytes = array.nbytes
+
+    def host(self, *, read: bool) -> Bytes:
+        return self.array.reshape(-1).view(np.uint8)
+
+    def write_back(self) -> None:
+        """``host`` is the memory itself."""
+
+
+class Value:
+    """A light value that steps change; a ``committer.Part``."""
+
+    def __init__(self, value: int = 0, *, replicated: bool = True) -> None:
+        self.replicated = replicated
+        self.value = value
+        self.saved = value
+
+    def begin(self) -> None:
+        self.saved = self.value
+
+    def commit(self) -> None:
+        """The present value is the committed one."""
+
+    def rollback(self) -> None:
+        self.value = self.saved
+
+    def export(self) -> int:
+        return self.value
+
+    def adopt(self, value: int) -> None:
+        self.value = value
+
+
+class CursorPart:
+    """The cursor as a ``committer.Part``."""
+
+    replicated = True
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+    def begin(self) -> None:
+        """The cursor remembers its last commit itself."""
+
+    def commit(self) -> None:
+        self._cursor.commit()
+
+    def rollback(self) -> None:
+        self._cursor.rollback()
+
+    def export(self) -> Place:
+        return self._cursor.committed
+
+    def adopt(self, value: Place) -> None:
+        self._cursor.go_to(value)
+
+
+class WeightsCopy:
+    """The full copy of the weights that scripts with explicit commits go back to; a ``committer.Part``."""
+
+    replicated = False
+
+    def __init__(self, weights: Integers) -> None:
+        self._weights = weights
+        self._saved = weights.copy()
+        self.enabled = True
+
+    def begin(self) -> None:
+        self._saved = self._weights.copy()
+
+    def commit(self) -> None:
+        """The present value is the committed one."""
+
+    def rollback(self) -> None:
+        if self.enabled:
+            self._weights[:] = self._saved
+
+    def export(self) -> None:
+        return None
+
+    def adopt(self, value: Any) -> None:
+        """Never: it is not replicated."""
+
+
+@dataclass
+class Result:
+    """What one worker has at the end."""
+
+    weights: Integers
+    steps: int
+    schedule: int
+    place: Place
+    group: Group
+
+
+class Toy:
+    """One worker's training: a ``recovery.Trainee``, its loader and its training function."""
+
+    def __init__(
+        self, membership: FakeMembership, job: Job, *, policy: RecoveryPolicy | None = None, faults: Sequence[Fault] = ()
+    ) -> None:
+        self.membership = membership
+        self.job = job
+        self.policy = policy or MiniBatchRollback()
+        self.weights = np.stack([initial()] * job.updates)
+        self.running = np.zeros(2, dtype=np.int64)  # a buffer of this worker's own
+        self.schedule = Value()
+        self.draws = Value(replicated=False)
+        self.cursor = Cursor(job.order(), job.batch)
+        self.copy = WeightsCopy(self.weights)
+        self.committer = Committer([self.schedule, self.draws, CursorPart(self.cursor), self.copy])
+        self.events: list[Event] = []
+        self.calls: list[str] = []
+        self.names = [f"weights ({job.updates}, {WIDTH}) int64"]
+        worker = f"host{membership.index}:{membership.index}:1"
+        self.bus = EventBus(worker)
+        self.bus.subscribe(self.events.append)
+        self.injector = Injector(faults, membership.index, "host", self.bus, send=membership.die, sleep=lambda _: None)
+        self.ledger = Ledger(job.ledger, worker)
+        self.ledger.describe(length=job.samples, drop_last=False)
+        self.engine = Engine(membership, self, self.committer, self.bus, self.injector, self.ledger)
+        self.in_body: Callable[[Deal], None] = lambda deal: None
+        self.before_step: Callable[[Deal], None] = lambda deal: None
+        self._batches_summed = 0
+        self._gradients = [0] * job.updates
+        self._at_risk = 0
+
+    @property
+    def steps(self) -> int:
+        return self.committer.frontier.step
+
+    # --- the training script ---------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        self.engine.run(self.policy, self.train)
+        return Result(self.weights, self.steps, self.schedule.value, self.cursor.committed, self.membership.group)
+
+    def train(self) -> None:
+        for _ in self.epochs():
+            for deal in self.batches():
+                self.before_step(deal)
+                with self.engine.step():
+                    self.in_body(deal)
+                    self.body(deal)
+
+    def body(self, deal: Deal) -> None:
+        """Forward, backward, and all optimizers' updates."""
+        self.draws.value += 1
+        self.running[0] += 1
+        for which in range(self.job.updates):
+            self._gradients[which] += contribution([] if deal.idle else deal.ids.tolist(), which)
+        self._batches_summed += 1
+        if self._batches_summed < self.job.passes:
+            return
+        for which in range(self.job.updates):
+            gradient = self.reduce(self._gradients[which], f"gradient.{which}")
+            if self.engine.admit_update():
+                self.weights[which] = updated(self.weights[which], gradient)
+                self.engine.update_applied()
+        self._batches_summed = 0
+        self._gradients = [0] * self.job.updates
+        self.schedule.value += 1
+
+    def reduce(self, value: int, name: str) -> int:
+        try:
+            return sum(self.membership.comm.allgather_object(value, name))
+        except self.membership.failure_types as error:
+            self.engine.note(error)
+            raise
+
+    def epochs(self) -> Iterator[int]:
+        while self.cursor.epoch < self.job.epochs:
+            epoch = self.cursor.epoch
+            yield epoch
+            if self.cursor.epoch == epoch:
+                self.cursor.taken = Place(epoch + 1, 0)
+                if not (self.engine.stepping and self.committer.open):
+                    self.cursor.commit()
+
+    def batches(self) -> Iterator[Deal]:
+        epoch = self.cursor.epoch
+        while self.cursor.epoch == epoch:
+            group = self.membership.group
+            deal = self.cursor.peek(generation=group.generation, rank=group.rank, size=group.size)
+            if deal is None:
+                return
+            self.engine.begin()
+            self.cursor.take(deal)
+            self._at_risk = deal.stop - deal.start
+            self.ledger.dealt(self.steps + 1, deal)
+            yield deal
+
+    # --- what the engine uses --------------------------------------------------------------------------------------
+
+    def schema(self) -> list[str]:
+        return self.names
+
+    def structure(self) -> str:
+        return "one array of weights"
+
+    def prepare(self, structure: str) -> None:
+        assert structure == self.structure()
+        self.calls.append("prepare")
+
+    def blocks(self) -> list[Block]:
+        return [ArrayBlock(self.weights), ArrayBlock(self.running, local=True)]
+
+    def joined(self, generation: int, rank: int) -> None:
+        self.calls.append(f"joined {generation} {rank}")
+
+    def drain(self) -> tuple[int, int]:
+        self.calls.append("drain")
+        return 0, self.job.updates
+
+    def discard(self) -> None:
+        self._batches_summed = 0
+        self._gradients = [0] * self.job.updates
+        self._at_risk = 0
+
+    def accumulating(self) -> bool:
+        return self._batches_summed > 0
+
+    def at_risk(self) -> int:
+        return self._at_risk
+
+    def regrouped(self, group: Group) -> None:
+        self.calls.append("regrouped")
+
+    def settled(self, group: Group) -> None:
+        self.calls.append(f"settled {group.rank} {group.size} {group.generation}")
+
+    def reentering(self) -> None:
+        self.calls.append("reentering")
+
+    def stepping(self) -> None:
+        self.copy.enabled = False
+
+
+@dataclass
+class Ended:
+    """How a job ended; keys are worker indices."""
+
+    outcomes: dict[int, Outcome[Result]]
+    toys: dict[int, Toy] = field(default_factory=dict)
+
+    @property
+    def results(self) -> dict[int, Result]:
+        """Of those who are left."""
+        return {index: outcome.value for index, outcome in self.outcomes.items() if not outcome.died}
+
+    @property
+    def dead(self) -> set[int]:
+        return {index for index, outcome in self.outcomes.items() if outcome.died}
+
+    @property
+    def errors(self) -> dict[int, BaseException]:
+        return {index: outcome.error for index, outcome in self.outcomes.items() if outcome.error is not None}
+
+    def events(self, index: int, kind: str) -> list[Event]:
+        return [event for event in self.toys[index].events if event.kind == kind]
+
+    def kinds(self, index: int) -> list[str]:
+        return [event.kind for event in self.toys[index].events]
+
+
+def run_toys(
+    size: int,
+    breakages: Sequence[Breakage] = (),
+    job: Job = Job(),  # noqa: B008  it is frozen
+    *,
+    policy: Callable[[int], RecoveryPolicy] = lambda index: MiniBatchRollback(),
+    faults: Sequence[Fault] = (),
+    prepare: Callable[[Toy], None] = lambda toy: None,
+    script: Callable[[Toy], Result] = Toy.run,
+    **world: Any,
+) -> Ended:
+    """Run a job on a world of ``size`` workers to its end.
+
+    Args:
+        policy: for each worker index.
+        prepare: called with each worker's training before it begins.
+        script: what each worker runs.
+        world: further arguments of FakeWorld.
+    """
+    toys: dict[int, Toy] = {}
+
+    def live(membership: FakeMembership) -> Result:
+        membership.start()
+        toy = Toy(membership, job, policy=policy(membership.index), faults=faults)
+        toys[membership.index] = toy
+        prepare(toy)
+        return script(toy)
+
+    outcomes = FakeWorld(size, breakages, **world).run(live)
+    return Ended(outcomes, toys)

@@ -1,8 +1,9 @@
 """How long does training stand still when a worker is killed, with stock Horovod and with horovod_ft?
 
-Four workers train the same model on the same data under ``horovodrun``, each on a pretended host of its own. One of them
-kills itself (SIGKILL) in a backward pass, while gradients are being reduced; the same one at the same step on both sides.
-Stock Horovod runs the loop that its documentation shows and commits in every step; ours runs ``with state.step()``.
+Four workers train the same model on the same data under ``horovodrun``, each on a pretended host of its own. One of
+them kills itself (SIGKILL) in a backward pass, while gradients are being reduced; the same one at the same step on both
+sides. Stock Horovod runs the loop that its documentation shows and commits in every step; ours runs
+``with state.step()``.
 
 The gap is the time from the last step that a surviving worker completed before the kill to the first one that it
 completed after it; of the survivors' gaps the longest counts. Every worker writes down each completed step by the

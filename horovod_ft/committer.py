@@ -57,6 +57,9 @@ class Committer:
         fresh: this process has not received the group's state yet.
         torn: a transfer into this worker was cut off; its parameters are of no step at all.
         computed_by: generation of the group that computed the open step's first update; None before that.
+        committed: values of the replicated parts at the last commit, in order; None before the first. What a script
+            does between two steps, such as to count epochs, has changed the present values since. A worker that is
+            brought forward to that commit is still to do it, so it must get these.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -65,6 +68,7 @@ class Committer:
         self.fresh = True
         self.torn = False
         self.computed_by: int | None = None
+        self.committed: list[Any] | None = None
         self.open = False
         self._asked = 0
 
@@ -90,6 +94,7 @@ class Committer:
         """Close the step: counter, cursor and light state move together."""
         for part in self.parts:
             part.commit()
+        self.committed = self.export()
         self._close(Frontier(self.frontier.step + 1, 0))
 
     def rollback(self) -> None:
@@ -101,13 +106,22 @@ class Committer:
         self._asked = 0
 
     def export(self) -> list[Any]:
-        """Values of the replicated parts, in order."""
+        """Present values of the replicated parts, in order."""
         return [part.export() for part in self.parts if part.replicated]
 
-    def adopt(self, values: Sequence[Any], frontier: Frontier, computed_by: int | None) -> None:
-        """Stand where another worker stands: its replicated parts, its frontier."""
-        for part, value in zip((part for part in self.parts if part.replicated), values, strict=True):
-            part.adopt(value)
+    def adopt(
+        self, values: Sequence[Any] | None, committed: list[Any] | None, frontier: Frontier, computed_by: int | None
+    ) -> None:
+        """Stand where another worker stands.
+
+        Args:
+            values: for the replicated parts, in order; None if they are right as they are.
+            committed, frontier, computed_by: of the other worker.
+        """
+        if values is not None:
+            for part, value in zip((part for part in self.parts if part.replicated), values, strict=True):
+                part.adopt(value)
+        self.committed = committed
         self._close(frontier)
         self.computed_by = computed_by if frontier.updates else None
         self.fresh = self.torn = False

@@ -20,7 +20,9 @@ from horovod_ft.settings import writable_folder
 log = logging.getLogger("horovod_ft")
 
 #: The stages of one recovery, in order; each is an event kind. ``resumed`` is the first commit after it.
-STAGES = ("failure_detected", "sockets_cut", "reformed", "agreed", "decision", "transferred", "recovered", "resumed")
+STAGES = (
+    "failure_detected", "sockets_cut", "drained", "reformed", "agreed", "decision", "transferred", "recovered", "resumed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

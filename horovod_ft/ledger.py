@@ -45,9 +45,8 @@ class Ledger:
             return
         self._open.append(deal)
         ids = [] if deal.idle else deal.ids.tolist()
-        self._write(
-            kind="dealt", step=step, generation=deal.generation, rank=deal.rank, size=deal.size, epoch=deal.epoch, ids=ids
-        )
+        where = {"generation": deal.generation, "rank": deal.rank, "size": deal.size, "epoch": deal.epoch}
+        self._write(kind="dealt", step=step, **where, ids=ids)
 
     def committed(self, step: int, generation: int) -> None:
         """The step is final; its update was computed by the group of ``generation``."""

@@ -6,9 +6,10 @@ A policy only decides. The engine (``recovery.py``) is the only place that acts 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from horovod_ft.errors import PolicyError
@@ -82,15 +83,28 @@ def decide(policy: RecoveryPolicy, failure: Failure) -> Decision:
 
 
 def installed_policies() -> dict[str, Callable[..., RecoveryPolicy]]:
-    """Policy factories by name, from the entry points ``horovod_ft.policies`` of all installed packages."""
-    return {point.name: point.load() for point in entry_points(group=ENTRY_POINTS)}
+    """Policy factories by name, from the entry points ``horovod_ft.policies`` of all installed packages.
+
+    A policy is imported when its factory is called, so that a broken one harms only those who ask for it.
+    """
+    return {point.name: functools.partial(_load, point) for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(point: EntryPoint, **arguments: Any) -> RecoveryPolicy:
+    try:
+        factory = point.load()
+    except Exception as error:  # whatever another package's import raises
+        raise PolicyError(f"the recovery policy {point.name!r} ({point.value}) cannot be loaded: {error!r}") from error
+    policy: RecoveryPolicy = factory(**arguments)
+    return policy
 
 
 def parse_policy(text: str, factories: Mapping[str, Callable[..., RecoveryPolicy]] | None = None) -> RecoveryPolicy:
     """Turn ``rollback`` or ``rollback(max_consecutive=5)`` into a policy. Arguments are literals, given by name.
 
     Raises:
-        PolicyError: the text cannot be read, no such policy is installed, or it refuses the arguments.
+        PolicyError: the text cannot be read, no such policy is installed, it cannot be loaded, or it refuses the
+            arguments.
     """
     known = installed_policies() if factories is None else factories
     name, arguments = _split(text)

@@ -407,10 +407,13 @@ class Engine:
             raise RecoveryError(decision.reason)
 
     def _settle(self, agreement: Agreement) -> None:
-        """Give up the open step, unless it was completed by others: then what it did to local state is right."""
+        """Give up the open step, unless it was completed by others: then what it did to local state is right.
+
+        Nor is anything given up once all training functions have returned, because nobody would do it again.
+        """
         self._ledger.discarded()
         self._trainee.discard()
-        if self.committer.frontier.step >= agreement.frontier.step:
+        if agreement.reenter and self.committer.frontier.step >= agreement.frontier.step:
             self.committer.rollback()
 
 

@@ -75,7 +75,9 @@ def _folder(env: Mapping[str, str], name: str) -> Path | None:
 def _rank(env: Mapping[str, str]) -> int:
     text = env.get("HOROVOD_RANK", "0")
     if not text.isdecimal():
-        raise ConfigurationError(f"HOROVOD_RANK={text!r} is not a rank. It is the launcher's; unset it to run without one")
+        raise ConfigurationError(
+            f"HOROVOD_RANK={text!r} is not a rank. The launcher sets it; unset it to run without a launcher"
+        )
     return int(text)
 
 

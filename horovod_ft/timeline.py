@@ -114,28 +114,24 @@ def _parts(events: Sequence[Event]) -> Iterator[Part]:
     and before that commit begins the next one, which then counts from the end of the recovery before it.
     """
     share: list[Event] = []
-    began = 0.0
+    began = ended = float("-inf")
     for event in events:
-        if event.kind == "failure_detected" and not _open(share):
-            if share:
-                yield _part(share, began)
-            began = share[-1].mono if share else event.mono - float(event.data["since_last_commit_s"])
+        recovered = bool(share) and share[-1].kind == "recovered"
+        if recovered and event.kind in (*STAGES, *SETTLED) and event.kind != "resumed":
+            yield _part(share, began)  # the group broke or changed again before the next commit
+            ended, share = share[-1].mono, []
+        if event.kind == "failure_detected" and not share:
+            began = max(ended, event.mono - float(event.data["since_last_commit_s"]))
             share = [event]
         elif share and event.kind in STAGES:
             share.append(event)
             if event.kind == "resumed":
                 yield _part(share, began)
                 share = []
-        elif event.kind in SETTLED:
-            if share and not _open(share):  # the group changed again before the next commit
-                yield _part(share, began)
-            share = []  # what is open here was lived through by a newcomer: a start and no recovery
-    if share and not _open(share):
+        elif event.kind in SETTLED:  # it lived through a failure as a newcomer, which is a start and no recovery
+            share = []
+    if share and share[-1].kind == "recovered":
         yield _part(share, began)
-
-
-def _open(share: Sequence[Event]) -> bool:
-    return bool(share) and share[-1].kind != "recovered"
 
 
 def _part(share: Sequence[Event], began: float) -> Part:

@@ -88,8 +88,8 @@ def transfer(comm: Collectives, agreement: Agreement, rank: int, replica: Replic
         return Transferred(0, 0)
     mine = rank in agreement.lacking
     source = agreement.holders[0]
-    payload = (replica.structure(), committer.export()) if rank == source else None
-    structure, light = comm.broadcast_object(payload, source, "structure")
+    payload = (replica.structure(), committer.export(), committer.committed) if rank == source else None
+    structure, present, committed = comm.broadcast_object(payload, source, "structure")
     if mine:
         committer.torn = True
         replica.prepare(structure)
@@ -98,7 +98,9 @@ def transfer(comm: Collectives, agreement: Agreement, rank: int, replica: Replic
     taken = [mine and (newcomer or not block.local) for block in sent]
     total = _send(comm, agreement.holders, rank, sent, taken)
     if mine:
-        committer.adopt(light, agreement.frontier, agreement.computed_by)
+        behind = committer.frontier.step < agreement.frontier.step
+        light = present if newcomer else committed if behind else None
+        committer.adopt(light, committed, agreement.frontier, agreement.computed_by)
         if newcomer and not agreement.start:
             replica.joined(agreement.generation, rank)
     return Transferred(total, len(agreement.lacking))

@@ -65,13 +65,17 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "horovod_ft"
 
 
-def run(command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None, log: Path | None = None) -> None:
+def run(
+    command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None, log: Path | None = None
+) -> None:
     """Run a command; on failure show the end of its log, and where the whole of it lies."""
     if log is None:
         subprocess.run(command, cwd=cwd, env=env, check=True)
         return
     with log.open("w") as sink:
-        code = subprocess.run(command, cwd=cwd, env=env, stdout=sink, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(
+            command, cwd=cwd, env=env, stdout=sink, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
         raise BuildError(f"{command[0]} ... ended with status {code}. The end of {log}:\n{tail}")
@@ -85,8 +89,9 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 def fetch(work: Path) -> Path:
-    run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
-         "--dest", str(work), f"horovod=={HOROVOD_VERSION}"], log=work / "download.log")
+    run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
+         "--no-build-isolation", "--dest", str(work), f"horovod=={HOROVOD_VERSION}"],
+        log=work / "download.log")  # fmt: skip
     archive = next(work.glob("horovod-*.tar.gz"))
     with tarfile.open(archive) as tar:
         tar.extractall(work, filter="data")

@@ -20,6 +20,8 @@ from horovod_ft.testing.local_job import Finished, LocalJob
 from horovod_ft.timeline import Recovery, recoveries, world_sizes
 
 HERE = Path(__file__).parent
+#: The job takes 40 s on two idle cores. After this it is ended.
+BOUND_S = 240.0
 PLAN = """
 [[fault]]
 worker = 2
@@ -89,7 +91,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[Finished, LocalJob
     progress = Progress()
     newcomer = False
     with LocalJob(command, 4, folder, env=env) as job:
-        deadline = time.monotonic() + 85
+        deadline = time.monotonic() + BOUND_S
         while job.running() and time.monotonic() < deadline:
             progress.show(job)
             if not newcomer and any(event.kind == "resumed" for event in job.events()):
@@ -153,7 +155,8 @@ def main() -> int:
         finished, job = run(arguments, folder)
         if finished.returncode != 0:
             sys.stderr.write(finished.output[-6000:])
-            print(f"scripts/demo: the job ended with status {finished.returncode}", file=sys.stderr)
+            how = f"ended with status {finished.returncode}" if finished.returncode is not None else "was still running"
+            print(f"scripts/demo: the job {how} after {finished.seconds:.0f} s", file=sys.stderr)
             return 1
         summary = summarize(finished, job)
     show(summary)

@@ -1,7 +1,7 @@
 """Train a small convolutional net on scikit-learn's handwritten digits, and go on when workers die or join.
 
-This is the script that scripts/demo runs, and an example to copy from: an ordinary PyTorch training, plus the lines with
-``hvd``. By hand:
+This is the script that scripts/demo runs, and an example to copy from: an ordinary PyTorch training, plus the lines
+with ``hvd``. By hand:
 
     horovodrun -np 4 --min-np 1 --host-discovery-script ./hosts.sh python scripts/train_digits.py
 """

@@ -15,7 +15,7 @@ from benchmarks.workers.models import SHAPES, Shape, Training
 
 
 def stock(shape: Shape, count: int) -> None:
-    import horovod.torch as hvd
+    import horovod.torch as hvd  # noqa: PLC0415  each side imports what its users import
 
     hvd.init()
     training = Training(hvd.DistributedOptimizer, shape, "stock", hvd.rank())
@@ -25,7 +25,7 @@ def stock(shape: Shape, count: int) -> None:
 
 
 def ours(shape: Shape, count: int) -> None:
-    import horovod_ft.torch as hvd
+    import horovod_ft.torch as hvd  # noqa: PLC0415
 
     hvd.init()
     training = Training(hvd.DistributedOptimizer, shape, "ours", hvd.rank())

@@ -59,8 +59,13 @@ class Training:
         """Forward, backward, update."""
         inputs, labels = next(self._batches)
         self.optimizer.zero_grad()
-        F.cross_entropy(self.model(inputs), labels).backward()
+        backward(F.cross_entropy(self.model(inputs), labels))
         self.optimizer.step()
+
+
+def backward(loss: Any) -> None:
+    """``loss.backward()``; torch declares no types for it."""
+    loss.backward()
 
 
 def _batch(shape: Shape, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

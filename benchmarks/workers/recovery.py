@@ -1,8 +1,8 @@
 """One worker of ``recovery_gap.py``: handwritten digits, a 1.3 M parameter network, and a SIGKILL in a backward pass.
 
-``python -m benchmarks.workers.recovery stock|ours FOLDER KILL_RANK KILL_STEP`` writes a line (CLOCK_MONOTONIC, step, size)
-for each completed step. Both sides train the same model on the same data as the documentation of each shows it; stock
-Horovod commits in every step, which is the least that it can lose.
+``python -m benchmarks.workers.recovery stock|ours FOLDER KILL_RANK KILL_STEP`` writes a line (CLOCK_MONOTONIC, step,
+size) for each completed step. Both sides train the same model on the same data as the documentation of each shows it;
+stock Horovod commits in every step, which is the least that it can lose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.workers.models import Shape, make_model
+from benchmarks.workers.models import Shape, backward, make_model
 from horovod_ft.events import JsonLines
 
 EPOCHS, WORKERS, BATCH = 2, 4, 16
@@ -53,7 +53,7 @@ def die_in_backward(model: Any, now: Callable[[], bool]) -> None:
 
 
 def stock(steps: Steps, dies: Callable[[int, int], bool]) -> None:
-    import horovod.torch as hvd
+    import horovod.torch as hvd  # noqa: PLC0415  each side imports what its users import
 
     hvd.init()
     data, model = digits(), make_model(64, SHAPE)
@@ -69,7 +69,7 @@ def stock(steps: Steps, dies: Callable[[int, int], bool]) -> None:
         for epoch in range(state.epoch, EPOCHS):
             for index, (images, labels) in enumerate(loader):
                 optimizer.zero_grad()
-                F.cross_entropy(model(images), labels).backward()
+                backward(F.cross_entropy(model(images), labels))
                 optimizer.step()
                 sampler.record_batch(index, BATCH)
                 state.batch += 1
@@ -83,7 +83,7 @@ def stock(steps: Steps, dies: Callable[[int, int], bool]) -> None:
 
 
 def ours(steps: Steps, dies: Callable[[int, int], bool]) -> None:
-    import horovod_ft.torch as hvd
+    import horovod_ft.torch as hvd  # noqa: PLC0415
 
     hvd.init()
     data, model = digits(), make_model(64, SHAPE)
@@ -101,7 +101,7 @@ def ours(steps: Steps, dies: Callable[[int, int], bool]) -> None:
                 before = state.steps, hvd.size()
                 with state.step():
                     optimizer.zero_grad()
-                    F.cross_entropy(model(images), labels).backward()
+                    backward(F.cross_entropy(model(images), labels))
                     optimizer.step()
                 if (state.steps, hvd.size()) == (before[0] + 1, before[1]):  # completed here, by no recovery
                     steps.completed(state.steps, hvd.size())

@@ -105,14 +105,15 @@ def run(command: Sequence[str], env: Mapping[str, str]) -> int:
         ConfigurationError: it cannot be started.
     """
     sys.stdout.flush()
-    try:
-        process = subprocess.Popen(
-            command, env=env, start_new_session=True,
-            preexec_fn=_bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
-        )  # fmt: skip
-    except OSError as error:
-        raise ConfigurationError(f"cannot run {command[0]}: {error.strerror or error}") from error
-    with _forwarded(process.pid):
+    with _forwarding() as forward_to:
+        try:
+            process = subprocess.Popen(
+                command, env=env, start_new_session=True,
+                preexec_fn=_bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigurationError(f"cannot run {command[0]}: {error.strerror or error}") from error
+        forward_to(process.pid)
         code = process.wait()
     return 128 - code if code < 0 else code
 
@@ -130,14 +131,26 @@ def _bound_to(parent: int) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _forwarded(group: int) -> Iterator[None]:
-    def forward(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, number)
+def _forwarding() -> Iterator[Callable[[int], None]]:
+    """Give the signals that we get to a process group: at once when it has been named, kept until then."""
+    groups: list[int] = []
+    kept: list[int] = []
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    def handle(number: int, frame: FrameType | None = None) -> None:
+        if not groups:
+            kept.append(number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(groups[0], number)
+
+    def forward_to(group: int) -> None:
+        groups.append(group)
+        for number in kept:
+            handle(number)
+
+    before = {number: signal.signal(number, handle) for number in FORWARDED}
     try:
-        yield
+        yield forward_to
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

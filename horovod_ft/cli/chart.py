@@ -26,7 +26,7 @@ PALE, DARK, ALARM, NOTICED = "#e4e4e4", "#525252", "#cb181d", "#252525"
 STAGE_COLORS = dict(
     zip(
         STAGES,
-        ("#d9d9d9", "#e31a1c", "#1f78b4", "#33a02c", "#b15928", "#6a3d9a", "#a6cee3", "#fdbf6f"),
+        ("#d9d9d9", "#e31a1c", "#fb9a99", "#1f78b4", "#33a02c", "#b15928", "#6a3d9a", "#a6cee3", "#fdbf6f"),
         strict=True,
     )
 )

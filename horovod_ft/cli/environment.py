@@ -168,13 +168,20 @@ def check_launcher(path: str | None) -> Check:
 # --- the machine ---------------------------------------------------------------------------------------------------
 
 #: Two workers make their communicator unusable and shrink it, as after a failure. Without ULFM this hangs or fails.
-SHRINK = (
-    "from mpi4py import MPI\n"
-    "world = MPI.COMM_WORLD.Dup()\n"
-    "world.Set_errhandler(MPI.ERRORS_RETURN)\n"
-    "world.Revoke()\n"
-    "print('shrunk to', world.Shrink().size, flush=True)"
-)
+#: The first barrier is there because a worker that still makes the communicator crashes if it is revoked then; the way
+#: out is the one after failures: MPI_Finalize may hang.
+SHRINK = """
+import os
+from mpi4py import MPI
+world = MPI.COMM_WORLD.Dup()
+world.Set_errhandler(MPI.ERRORS_RETURN)
+world.Barrier()
+world.Revoke()
+left = world.Shrink()
+print("shrunk to", left.size, flush=True)
+left.Barrier()
+os._exit(0)
+"""
 
 
 def check_mpirun(path: str | None, run: Runner = run) -> Iterator[Check]:

@@ -164,7 +164,9 @@ def check_cooldown(low: int, high: int) -> Check:
         return failed(
             name, f"{low} to {high} s", f"give two numbers of seconds, the lower first, from {least} to {most}"
         )
-    return ok(name, f"{min(2 * low, high)} to {min(3 * low, high)} s after its first failure a host is used again")
+    soonest, latest = min(2 * low, high), min(3 * low, high)
+    span = f"{soonest} s" if soonest == latest else f"{soonest} to {latest} s"
+    return ok(name, f"{span} after its first failure a host is used again")
 
 
 def _listed(hosts: Hosts) -> str:

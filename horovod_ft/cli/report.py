@@ -25,7 +25,8 @@ STYLES = {
 }  # fmt: skip
 #: Stages and their headings, such that the table fits into 80 columns. ``recovered`` follows at once and takes no time.
 TITLES = {stage: stage.replace("_", "\n") for stage in STAGES if stage != "recovered"}
-TITLES["transferred"] = "trans-\nferred"
+TITLES |= {"transferred": "trans-\nferred", "reformed": "re-\nformed", "resumed": "re-\nsumed"}
+TITLES |= {"decision": "deci-\nsion"}
 
 
 def report(

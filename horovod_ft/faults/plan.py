@@ -60,7 +60,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         who = f"worker {self.worker}" if self.worker is not None else f"host {self.host}"
         after = f" after {self.after} gradients" if self.phase == "allreduce" else ""
-        return f"{self.kind} {who} at step {self.step} in {self.phase}{after}"
+        seconds = f" for {self.seconds:g} s" if self.seconds is not None else ""
+        return f"{self.kind} {who} at step {self.step} in {self.phase}{after}{seconds}"
 
 
 class _Plan(msgspec.Struct, forbid_unknown_fields=True):

@@ -25,8 +25,8 @@ class GroupBroken(RuntimeError):  # noqa: N818  stands for HorovodInternalError
     """What a collective of a broken group raises; the failure type of this membership."""
 
 
-class WorkerDied(BaseException):  # noqa: N818  no error of the code under test, and nobody may catch it
-    """Ends the thread of a worker that is dead. Raised again by whatever a dead worker asks of its world."""
+class WorkerDied(BaseException):
+    """Ends the thread of a dead worker; raised again by whatever that asks of its world. Nobody may catch it."""
 
 
 class WorldError(AssertionError):

@@ -1,8 +1,8 @@
 """Real elastic jobs under ``horovodrun`` on one machine, with a pretended host for each worker.
 
-``horovodrun`` counts a failure against the whole host of the worker, so a job on one host does not survive any. It takes
-``127.0.0.1``, ``127.0.0.01``, ``127.0.0.001``... for so many different hosts, while every resolver reads them as the
-loopback address: no root, no extra addresses, no ssh.
+``horovodrun`` counts a failure against the whole host of the worker, so a job on one host does not survive any. It
+takes ``127.0.0.1``, ``127.0.0.01``, ``127.0.0.001``... for so many different hosts, while every resolver reads them as
+the loopback address: no root, no extra addresses, no ssh.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class LocalJob:
         script.write_text(f"#!/bin/sh\ncat '{folder / 'hosts'}'\n")
         script.chmod(0o755)
         self._command = [
-            *(launcher or [_launcher()]), "-np", str(workers), "--min-np", str(min_workers), "--max-np", str(max_workers),
+            *(launcher or [_launcher()]), "-np", str(workers),
+            "--min-np", str(min_workers), "--max-np", str(max_workers),
             "--network-interface", "lo", "--host-discovery-script", str(script), *arguments, *command,
         ]  # fmt: skip
         self._env = self._environment(env or {})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from horovod.common.elastic import ObjectState, State
+from horovod.common.elastic import ObjectState, State, run_fn
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from horovod_ft.committer import Committer
@@ -15,9 +15,10 @@ from horovod_ft.membership.base import Group
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, Replay, parse_policy
 from horovod_ft.recovery import Engine, HostsChanged
+from horovod_ft.torch import sampler, state
 from horovod_ft.torch.loader import ElasticDataLoader
 from horovod_ft.torch.parts import BasePart
-from horovod_ft.torch.runtime import current
+from horovod_ft.torch.runtime import current, init, shutdown
 from horovod_ft.torch.sampler import ElasticSampler
 from horovod_ft.torch.state import TorchState
 
@@ -62,7 +63,7 @@ def run(function: Any = None, /, *, policy: RecoveryPolicy | str | None = None) 
                     f"hvd.elastic.TorchState(...), not {type(state).__name__}"
                 )
             engine = state.engine if isinstance(state, TorchState) else _engine_of(state)
-            return cast(Engine, engine).run(_policy(chosen), lambda: train(state, *args, **kwargs))
+            return engine.run(_policy(chosen), lambda: train(state, *args, **kwargs))
 
         return wrapper
 
@@ -157,5 +158,10 @@ __all__ = [
     "Replay",
     "State",
     "TorchState",
+    "init",
     "run",
+    "run_fn",
+    "sampler",
+    "shutdown",
+    "state",
 ]

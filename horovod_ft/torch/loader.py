@@ -1,7 +1,7 @@
 """``ElasticDataLoader``: torch's DataLoader over a stream of samples that any group can take over in the middle.
 
-Where the stream is stands in ``data.Cursor``; this file only fetches. What was fetched ahead for a group that is no more
-is dropped, and its worker processes stay: they skip what is stale without loading it.
+Where the stream is stands in ``data.Cursor``; this file only fetches. What was fetched ahead for a group that is no
+more is dropped, and its worker processes stay: they skip what is stale without loading it.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class ElasticDataLoader(Generic[Batch_co]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
-                f"ElasticDataLoader needs a map-style dataset with __len__ and __getitem__; {type(dataset).__name__} is "
-                "none. Without a length and random access, samples cannot be dealt out again when a worker is lost"
+                f"ElasticDataLoader needs a map-style dataset with __len__ and __getitem__; {type(dataset).__name__} "
+                "is none. Without a length and random access, samples cannot be dealt out again when a worker is lost"
             )
         order = EpochOrder(len(dataset), shuffle=shuffle, seed=seed)
         batch = BatchSize(global_batch_size, batch_size)
@@ -115,12 +115,13 @@ class ElasticDataLoader(Generic[Batch_co]):
         self.watcher = LoaderWatcher()
         self._group: Callable[[], Group] = current().group
         self._persistent = persistent_workers
-        self._newest = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._newest = torch.zeros(1, dtype=torch.int64)
+        self._newest.share_memory_()  # type: ignore[no-untyped-call]  # torch does not say
         self._sampler = _Ahead(self.cursor, self._group)
         self._torch_loader: DataLoader[Any] = DataLoader(
             _Fetching(dataset, collate_fn or default_collate, self._newest),
             batch_size=None,
-            sampler=self._sampler,  # type: ignore[arg-type]
+            sampler=self._sampler,
             num_workers=num_workers,
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
@@ -132,7 +133,7 @@ class ElasticDataLoader(Generic[Batch_co]):
             generator=torch.Generator().manual_seed(seed),  # the training's own random stream is not touched
         )
         self._iterator: Iterator[tuple[int, Any]] | None = None
-        self._counts_epochs = False
+        self._counting: object | None = None
         self._resumed = False
         warn_about_idle_workers(batch, self._group().size)
 
@@ -140,7 +141,7 @@ class ElasticDataLoader(Generic[Batch_co]):
 
     def __iter__(self) -> Iterator[Batch_co]:
         """The rest of the present epoch. A loop that runs again after its epoch's end begins the next one."""
-        if self.cursor.exhausted(self._group().size) and not (self._counts_epochs or self._resumed):
+        if self.cursor.exhausted(self._group().size) and not (self._counting or self._resumed):
             self._advance(self.cursor.epoch + 1)
         self._resumed = False
         epoch = self.cursor.epoch
@@ -162,7 +163,7 @@ class ElasticDataLoader(Generic[Batch_co]):
         After a restart of the training function the epoch that was interrupted comes again, with the batches that are
         left of it, even if there are none: so what a script does at the end of an epoch is done at least once.
         """
-        self._counts_epochs = True
+        me = self._counting = object()
         try:
             while self.cursor.epoch < stop:
                 epoch = self.cursor.epoch
@@ -170,7 +171,8 @@ class ElasticDataLoader(Generic[Batch_co]):
                 if self.cursor.epoch == epoch:
                     self._advance(epoch + 1)
         finally:
-            self._counts_epochs = False
+            if self._counting is me:  # else the training function was entered again, and its new loop counts
+                self._counting = None
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless training is in it already."""
@@ -189,6 +191,7 @@ class ElasticDataLoader(Generic[Batch_co]):
 
     def close(self) -> None:
         """Stop the worker processes, if any. They come back when the loader is used again."""
+        self._sampler.lose()  # with what they have fetched ahead
         self._iterator = None
         self._torch_loader._iterator = None
 
@@ -212,7 +215,11 @@ class ElasticDataLoader(Generic[Batch_co]):
             self._newest += 1
             self._sampler.restart(Place(deal.epoch, deal.start), int(self._newest.item()))
         while True:
-            stream, batch = self._next_fetched()
+            try:
+                stream, batch = self._next_fetched()
+            except BaseException:
+                self._sampler.lose()  # which batch that would have been is not known
+                raise
             if stream == self._sampler.stream:
                 self._sampler.arrived()
                 return batch
@@ -221,10 +228,11 @@ class ElasticDataLoader(Generic[Batch_co]):
         if self._iterator is None:
             self._iterator = iter(self._torch_loader)
         try:
-            return next(self._iterator)
+            fetched = next(self._iterator)
         except StopIteration:  # it had come to the epoch's end, and the stream has been set back since
             self._iterator = iter(self._torch_loader)
-            return next(self._iterator)
+            fetched = next(self._iterator)
+        return fetched
 
 
 class _Ahead:
@@ -249,6 +257,11 @@ class _Ahead:
     def restart(self, place: Place, stream: int) -> None:
         self.stream = stream
         self._next = place
+        self._promised.clear()
+
+    def lose(self) -> None:
+        """What was ordered does not count any more."""
+        self._next = None
         self._promised.clear()
 
     def arrived(self) -> None:

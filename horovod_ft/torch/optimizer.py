@@ -62,7 +62,7 @@ class Distributed(_Base):
     ft_gate: UpdateGate
     ft_synchronize: bool
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the reduced gradients, then apply the update.
 
         A closure is evaluated once, before the wait, with gradients enabled. Step hooks run around the update and see
@@ -79,13 +79,14 @@ class Distributed(_Base):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.ft_synchronize and not self.ft_reducer.synchronized:
+        self.ft_reducer.check()  # with skip_synchronize too: what is in p.grad after a failure is no average
+        if self.ft_synchronize:
             self.ft_reducer.synchronize()
         self.ft_reducer.synchronized = False
         self._opt_called = True  # what torch's schedulers look at to see that a step came before theirs
         self.ft_gate.before_update()
         if self.ft_gate.admit_update():
-            result = super().step()  # type: ignore[call-arg]
+            result = super().step()
             self.ft_gate.update_applied()
             return result if closure is None else loss
         return loss
@@ -98,7 +99,8 @@ class Distributed(_Base):
     def synchronize(self) -> None:
         """Wait for all reduced gradients and put them into ``p.grad``, for clipping and the like before ``step``.
 
-        Unlike with Horovod, a ``step()`` that follows does not reduce again, with or without ``skip_synchronize``.
+        Calling it twice is harmless: gradients are reduced once a step. Unlike with Horovod, a ``step()`` that follows
+        does not reduce again, with or without ``skip_synchronize``.
         """
         self.ft_reducer.synchronize()
 
@@ -122,10 +124,11 @@ class Distributed(_Base):
                 "optimizer.zero_grad() between loss.backward() and optimizer.step() would discard gradients that are "
                 "being reduced; call it before backward() or after step()"
             )
+        self.ft_reducer.cleared()
         super().zero_grad(set_to_none=set_to_none)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """As in torch. Reductions in flight are completed first.
 
         Whoever reaches for gradients through the optimizer after ``backward`` (``GradScaler.unscale_``, say) must see
@@ -149,9 +152,9 @@ class Distributed(_Base):
             for position, parameter in enumerate(self.param_groups[index]["params"])
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """As in torch. Gradients that are being reduced are forgotten."""
-        if self.ft_reducer.in_flight():
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch. Gradients that are being reduced or summed up are forgotten."""
+        if self.ft_reducer.in_flight() or self.ft_reducer.accumulating():
             self.ft_reducer.drain()
             self.ft_reducer.discard()
         super().load_state_dict(state_dict)
@@ -175,7 +178,7 @@ def _distributed_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Op
     return type(base.__name__, (Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def DistributedOptimizer(  # noqa: N802  Horovod's name
+def DistributedOptimizer(  # noqa: N802, PLR0917  Horovod's name and arguments
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: Any = hvd.Compression.none,
@@ -216,11 +219,19 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         raise ConfigurationError(f"groups is {groups}; it must be 0 or more, or a list of lists of parameters")
     named = _checked_names(optimizer, named_parameters)
     reducer = GradientReducer(
-        named, compression, backward_passes_per_step, op, gradient_predivide_factor, groups, sparse_as_dense
+        named,
+        compression=compression,
+        passes=backward_passes_per_step,
+        op=op,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
     )
     optimizer.__dict__.pop("step", None)  # a scheduler made before has put its wrapper there
     optimizer.__dict__.update(ft_reducer=reducer, ft_gate=OpenGate(), ft_synchronize=True)
-    optimizer.__class__ = _distributed_class(type(optimizer))
+    same: Any = optimizer
+    its_class: Any = type(optimizer)
+    same.__class__ = _distributed_class(its_class)
     return optimizer
 
 
@@ -231,8 +242,8 @@ def _check(optimizer: Any, op: Any, predivide: float, passes: int, process_set: 
         raise ConfigurationError(f"DistributedOptimizer needs a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            "LBFGS computes gradients several times within one step, between which Horovod cannot reduce them; Horovod's "
-            "own optimizer cannot do it either. Use another optimizer"
+            "LBFGS computes gradients several times within one step, between which Horovod cannot reduce them; "
+            "Horovod's own optimizer cannot do it either. Use another optimizer"
         )
     if op == hvd.Adasum:
         raise ConfigurationError(

@@ -47,7 +47,8 @@ class RandomState(BasePart):
         self._saved: tuple[Any, ...] = ()
 
     def begin(self) -> None:
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = torch.cuda.get_rng_state_all() if in_use else []
         self._saved = (random.getstate(), np.random.get_state(), torch.get_rng_state(), devices)
 
     def rollback(self) -> None:
@@ -70,27 +71,53 @@ def seed_newcomer(generation: int, rank: int) -> None:
 class Buffers(BasePart):
     """Buffers of the models, such as running statistics of BatchNorm. Each worker has its own."""
 
-    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
+        self._models = models
+        self._known: list[torch.nn.Module] = []
         # A module's dict of buffers is kept, not its buffers: a module may replace them in its forward.
-        self._owners = [module._buffers for model in models for module in model.modules() if module._buffers]
+        self._owners: list[dict[str, torch.Tensor | None]] = []
+        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._saved: list[torch.Tensor] = []
 
-    def _live(self) -> list[torch.Tensor]:
-        return [buffer for buffers in self._owners for buffer in buffers.values() if buffer is not None]
+    def _live(self) -> dict[tuple[int, str], torch.Tensor]:
+        models = list(self._models())
+        if len(models) != len(self._known) or any(new is not old for new, old in zip(models, self._known, strict=True)):
+            self._known = models
+            self._owners = [module._buffers for model in models for module in model.modules()]
+        return {
+            (index, name): buffer
+            for index, buffers in enumerate(self._owners)
+            for name, buffer in buffers.items()
+            if buffer is not None
+        }
 
     @torch.no_grad()
     def begin(self) -> None:
         live = self._live()
-        if [buffer.shape for buffer in live] != [buffer.shape for buffer in self._saved]:
-            self._saved = [buffer.clone() for buffer in live]
-        elif live:
-            torch._foreach_copy_(self._saved, live)
+        self._places = [(self._owners[index], name) for index, name in live]
+        tensors = list(live.values())
+        if _kinds(tensors) != _kinds(self._saved):
+            self._saved = [buffer.clone() for buffer in tensors]
+        elif tensors:
+            torch._foreach_copy_(self._saved, tensors)
 
     @torch.no_grad()
     def rollback(self) -> None:
-        live = self._live()
-        if live:
-            torch._foreach_copy_(live, self._saved)
+        known = {(id(buffers), name) for buffers, name in self._places}
+        for buffers in self._owners:
+            for name in buffers:
+                if (id(buffers), name) not in known:
+                    buffers[name] = None  # it came in the step that failed
+        for (buffers, name), saved in zip(self._places, self._saved, strict=True):
+            live = buffers.get(name)
+            if live is not None and _kinds([live]) == _kinds([saved]):
+                live.copy_(saved)
+            else:
+                buffers[name] = saved.clone()
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 class Options(BasePart):
@@ -104,13 +131,13 @@ class Options(BasePart):
 
     def export(self) -> list[dict[str, Any]]:
         return [
-            {name: _copied(value) for name, value in group.items() if name != "params"}
+            {name: copied(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer().param_groups
         ]
 
     def adopt(self, value: list[dict[str, Any]]) -> None:
         for group, options in zip(self._optimizer().param_groups, value, strict=True):
-            group.update({name: _copied(option) for name, option in options.items()})
+            group.update({name: copied(option) for name, option in options.items()})
 
     def begin(self) -> None:
         self._saved = self.export()
@@ -164,11 +191,11 @@ class Attributes(BasePart):
         self._saved: dict[str, Any] = {}
 
     def export(self) -> dict[str, Any]:
-        return {name: _copied(getattr(self._owner, name)) for name in self._names}
+        return {name: copied(getattr(self._owner, name)) for name in self._names}
 
     def adopt(self, value: dict[str, Any]) -> None:
         for name, item in value.items():
-            setattr(self._owner, name, _copied(item))
+            setattr(self._owner, name, copied(item))
 
     def begin(self) -> None:
         self._saved = self.export()
@@ -177,7 +204,8 @@ class Attributes(BasePart):
         self.adopt(self._saved)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy that changes of the original do not reach."""
     return value if isinstance(value, IMMUTABLE) else copy.deepcopy(value)
 
 
@@ -186,20 +214,21 @@ class CursorPart(BasePart):
 
     replicated = True
 
-    def __init__(self, cursor: Cursor) -> None:
+    def __init__(self, cursor: Callable[[], Cursor]) -> None:
         self._cursor = cursor
 
     def commit(self) -> None:
-        self._cursor.commit()
+        self._cursor().commit()
 
     def rollback(self) -> None:
-        self._cursor.rollback()
+        self._cursor().rollback()
 
     def export(self) -> tuple[int, int]:
-        return tuple(self._cursor.committed)
+        epoch, position = self._cursor().committed
+        return epoch, position  # plain numbers, which pickle without this package
 
     def adopt(self, value: tuple[int, int]) -> None:
-        self._cursor.go_to(Place(*value))
+        self._cursor().go_to(Place(*value))
 
 
 class Snapshot(BasePart):
@@ -229,13 +258,14 @@ class Snapshot(BasePart):
         self._saved_structure = self._structure()
         live = self._tensors()
         kept = self._saved
-        if kept is None or [(t.shape, t.dtype, t.device) for t in kept] != [(t.shape, t.dtype, t.device) for t in live]:
+        if kept is None or _kinds(kept) != _kinds(live):
             self._saved = [tensor.detach().clone() for tensor in live]
-        else:
+        elif live:
             torch._foreach_copy_(kept, live)
 
     @torch.no_grad()
     def rollback(self) -> None:
         if self._saved is not None:
             self._prepare(self._saved_structure)
-            torch._foreach_copy_(self._tensors(), self._saved)
+            if self._saved:
+                torch._foreach_copy_(self._tensors(), self._saved)

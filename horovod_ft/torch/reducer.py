@@ -17,10 +17,9 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
-from torch.utils.hooks import RemovableHandle
 
 from horovod_ft.errors import UsageError
-from horovod_ft.torch.slots import Bucket, Slot, flat, grouped, kept_or_new
+from horovod_ft.torch.slots import Bucket, Slot, flat, grouped, hooked, kept_or_new, remove, trainable
 
 #: Bound of the wait for outstanding handles of a broken group; they end as soon as Horovod's thread has noticed.
 DRAIN_S = 10.0
@@ -39,6 +38,7 @@ class GradientReducer:
         sparse_as_dense: reduce sparse gradients as dense ones.
 
     Attributes:
+        prefix: put in front of the names; tells two optimizers apart whose parameters have the same names.
         weight: factor for this worker's gradients (``Deal.weight``); 1.0 without a tracked loader.
         probe: called with the number of gradients handed over so far, before the next; None outside of fault plans.
         on_failure: told once when the group breaks; the user's code may catch the exception that follows.
@@ -47,6 +47,7 @@ class GradientReducer:
     def __init__(
         self,
         named: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
         compression: Any,
         passes: int,
         op: Any,
@@ -54,6 +55,7 @@ class GradientReducer:
         groups: int | Sequence[Sequence[torch.Tensor]] | None,
         sparse_as_dense: bool,
     ) -> None:
+        self.prefix = ""
         self.weight = 1.0
         self.probe: Callable[[int], None] | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
@@ -72,19 +74,19 @@ class GradientReducer:
         self._submitted: list[Bucket] = []
         self._ready = 0
         self._failure: BaseException | None = None
-        self._add([Slot(name, parameter, passes) for name, parameter in named if parameter.requires_grad], groups)
+        self._add([Slot(name, parameter, passes) for name, parameter in named if trainable(parameter)], groups)
 
     def add(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Reduce these parameters too, each on its own."""
-        self._add([Slot(name, parameter, self.passes) for name, parameter in named if parameter.requires_grad], None)
+        self._add([Slot(name, parameter, self.passes) for name, parameter in named if trainable(parameter)], None)
 
     def _add(self, slots: list[Slot], groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
         buckets = [Bucket(members) for members in grouped(slots, groups)]
         self._slots += slots
         self._bucket_of.update((slot, bucket) for bucket in buckets for slot in bucket.slots)
-        hooks = [slot.parameter.register_post_accumulate_grad_hook(self._hook_of(slot)) for slot in slots]
+        hooks = [hooked(slot.parameter, self._hook_of(slot)) for slot in slots]
         # A parameter outlives an optimizer that was thrown away, and with its hooks would keep the optimizer's buffers.
-        weakref.finalize(self, _remove, hooks).atexit = False
+        weakref.finalize(self, remove, hooks).atexit = False
 
     # --- the backward pass -----------------------------------------------------------------------------------------
 
@@ -99,6 +101,7 @@ class GradientReducer:
         return hook
 
     def _gradient_ready(self, slot: Slot) -> None:
+        self.check()
         if slot.left <= 0:
             raise AssertionError(
                 f"the gradient of {slot.name} was computed more than backward_passes_per_step={self.passes} times "
@@ -113,6 +116,7 @@ class GradientReducer:
             if bucket.ready == len(bucket.slots):
                 self._submit(bucket)
 
+    @torch.no_grad()
     def set_weight(self, weight: float) -> None:
         """Weight of the gradients to come. Those that were accumulated before keep theirs."""
         if weight != self.weight and self.accumulating():
@@ -139,6 +143,12 @@ class GradientReducer:
         for slot in self._slots:
             slot.left = passes
 
+    def cleared(self) -> None:
+        """The user has cleared all gradients: those of earlier batches go with them, and reduced ones are no more."""
+        self.synchronized = False
+        for slot in self._slots:
+            slot.carried = None
+
     def accumulating(self) -> bool:
         """Some backward passes are done, and none of their gradients has been handed over yet."""
         return self.passes > 1 and self._ready == 0 and any(0 < slot.left < self.passes for slot in self._slots)
@@ -146,26 +156,34 @@ class GradientReducer:
     @torch.no_grad()
     def _submit(self, bucket: Bucket) -> None:
         if self.probe is not None:
-            self.probe(sum(len(other.slots) for other in self._submitted))
+            self.probe(self._handed_over())
+        # What is frozen is left alone, as in torch. All others take part, with zeros if this worker did not use them.
+        bucket.members = [slot for slot in bucket.slots if slot.left < self.passes or slot.parameter.requires_grad]
         bucket.handles = []
         self._submitted.append(bucket)
         try:
-            if len(bucket.slots) == 1 and self._goes_sparse(bucket.slots[0]):
+            for slot in bucket.members:
+                slot.look()
+            if len(bucket.members) == 1 and self._goes_sparse(bucket.members[0]):
                 self._submit_sparse(bucket)
-            else:
+            elif bucket.members:
                 self._submit_dense(bucket)
         except BaseException as error:
             bucket.failed = True
             self._note(error)
+            if self._failure is None and not bucket.handles:  # refused, so that the next try has to be a whole one
+                self._submitted.remove(bucket)
+                bucket.handles = None
             raise
 
     def _submit_dense(self, bucket: Bucket) -> None:
         assert bucket.handles is not None
-        inputs, outputs = zip(*(self._wires(slot) for slot in bucket.slots), strict=True)
-        name = bucket.slots[0].name
+        members = bucket.members
+        inputs, outputs = zip(*(self._wires(slot) for slot in members), strict=True)
+        name = self.prefix + members[0].name
         # Horovod's public functions either reduce in place or allocate an output in every call. Their common core takes
         # an output; Horovod's last release is from 2023, so its private names do not move any more.
-        if len(bucket.slots) == 1:
+        if len(members) == 1:
             handle = mpi_ops._allreduce_async(
                 inputs[0], outputs[0], name, self._op, process_set=hvd.global_process_set, **self._scales
             )
@@ -174,12 +192,18 @@ class GradientReducer:
                 list(inputs), list(outputs), name, self._op, process_set=hvd.global_process_set, **self._scales
             )
         bucket.handles.append(handle)
-        bucket.finish = lambda _: [self._take(slot) for slot in bucket.slots] and None
+
+        def finish(_: Sequence[Any]) -> None:
+            for slot in members:
+                self._take(slot)
+
+        bucket.finish = finish
 
     def _wires(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """What goes into the reduction and where its result goes: both contiguous, on the parameter's device."""
         local = self._weighted(slot)
         if self._compression is hvd.Compression.none and local.dtype != torch.bfloat16:  # Horovod has no bfloat16
+            slot.wire = None
             return flat(local), flat(slot.room())
         if self._compression in (hvd.Compression.none, hvd.Compression.fp16):
             half = self._compression is hvd.Compression.fp16
@@ -209,36 +233,36 @@ class GradientReducer:
 
     def _take(self, slot: Slot) -> None:
         """Every gradient of the step has arrived: let ``p.grad`` be the reduced one."""
-        result = slot.room()
         if slot.wire is not None:
             exact = self._compression in (hvd.Compression.none, hvd.Compression.fp16)
-            result.copy_(slot.wire if exact else self._compression.decompress(slot.wire, slot.context))
+            slot.room().copy_(slot.wire if exact else self._compression.decompress(slot.wire, slot.context))
+        result = slot.result
+        assert result is not None
         local = slot.parameter.grad
-        reduced = result.to_sparse(local.sparse_dim()) if local is not None and local.is_sparse else result
+        reduced = result.to_sparse(slot.sparse) if slot.sparse else result
         slot.parameter.grad = reduced
         slot.result = local if reduced is result else result
         slot.carried = None
 
     def _goes_sparse(self, slot: Slot) -> bool:
-        parts = (slot.parameter.grad, slot.carried)
-        return not self._sparse_as_dense and any(part is not None and part.is_sparse for part in parts)
+        return not self._sparse_as_dense and slot.sparse > 0
 
     def _submit_sparse(self, bucket: Bucket) -> None:
         assert bucket.handles is not None
-        slot = bucket.slots[0]
+        slot = bucket.members[0]
+        name = self.prefix + slot.name
         gradient, carried = slot.parameter.grad, slot.carried
         if gradient is not None and self.weight != 1.0:
             gradient = gradient * self.weight if self.weight else torch.zeros_like(gradient)
-        parts = [part for part in (gradient, carried) if part is not None]
+        parts = [part for part in (gradient, carried) if part is not None] or [slot.nothing()]
         local = sum(parts[1:], start=parts[0]).coalesce()
         values = local.values() / hvd.size() if self._op == hvd.Average else local.values()
-        bucket.handles.append(hvd.allgather_async(values, name=f"{slot.name}.values"))
-        bucket.handles.append(hvd.allgather_async(local.indices().t().contiguous(), name=f"{slot.name}.indices"))
+        bucket.handles.append(hvd.allgather_async(values, name=f"{name}.values"))
+        bucket.handles.append(hvd.allgather_async(local.indices().t().contiguous(), name=f"{name}.indices"))
 
         def finish(outputs: Sequence[Any]) -> None:
             all_values, all_indices = outputs
-            shape = slot.parameter.shape
-            slot.parameter.grad = torch.sparse_coo_tensor(all_indices.t(), all_values, shape).coalesce()
+            slot.parameter.grad = slot.made_of(all_indices.t(), all_values).coalesce()
             slot.carried = None
 
         bucket.finish = finish
@@ -266,10 +290,14 @@ class GradientReducer:
     def synchronize(self) -> None:
         """Hand over what is missing, wait for all gradients, and put the reduced ones into ``p.grad``. Blocks.
 
+        Does nothing if they are there already.
+
         Raises:
             HorovodInternalError: the group broke. All ``p.grad`` are the local ones.
         """
         self.check()
+        if self.synchronized:
+            return
         for bucket in dict.fromkeys(self._bucket_of[slot] for slot in self._slots):
             if bucket.handles is None:
                 self._submit(bucket)
@@ -280,13 +308,16 @@ class GradientReducer:
             self._note(error)
             raise
         if self.probe is not None:
-            self.probe(sum(len(bucket.slots) for bucket in self._submitted))
+            self.probe(self._handed_over())
         for bucket in self._submitted:
-            assert bucket.finish is not None
             assert bucket.outputs is not None
-            bucket.finish(bucket.outputs)
+            if bucket.finish is not None:
+                bucket.finish(bucket.outputs)
         self._rest()
         self.synchronized = True
+
+    def _handed_over(self) -> int:
+        return sum(len(bucket.members) for bucket in self._submitted)
 
     def _note(self, error: BaseException) -> None:
         if isinstance(error, hvd.HorovodInternalError):
@@ -300,7 +331,7 @@ class GradientReducer:
         for bucket in self._submitted:
             if seen >= count:
                 return
-            seen += len(bucket.slots)
+            seen += len(bucket.members)
             bucket.poll(time.monotonic() + DRAIN_S)
 
     def drain(self) -> tuple[int, int]:
@@ -310,8 +341,8 @@ class GradientReducer:
         deadline = time.monotonic() + DRAIN_S
         for bucket in self._submitted:
             bucket.end(deadline)
-        done = sum(len(bucket.slots) for bucket in self._submitted if bucket.outputs is not None)
-        return done, sum(len(bucket.slots) for bucket in self._submitted)
+        done = sum(len(bucket.members) for bucket in self._submitted if bucket.outputs is not None)
+        return done, self._handed_over()
 
     def discard(self) -> None:
         """Forget the gradients of a failed step."""
@@ -328,8 +359,3 @@ class GradientReducer:
         for slot, bucket in self._bucket_of.items():
             slot.left = self.passes
             bucket.rest()
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from horovod_ft.membership.base import Bytes
+from horovod_ft.torch.parts import copied
 
 
 class TensorBlock:
@@ -66,11 +67,10 @@ class TorchReplica:
         """Name, tensor and whether each worker has its own, of all parameters and buffers, each once."""
         seen: set[int] = set()
         for owner, model in self._models().items():
-            for name, parameter in model.named_parameters():
-                seen.add(id(parameter))
-                yield f"{owner}.{name}", parameter, False
-            for name, buffer in model.named_buffers():
-                yield f"{owner}.{name}", buffer, True
+            for name, tensor, local in _tensors(model):
+                if id(tensor) not in seen:  # models may share some
+                    seen.add(id(tensor))
+                    yield f"{owner}.{name}", tensor, local
         for owner, optimizer in self._optimizers().items():
             for index, parameter in enumerate(_parameters(optimizer)):
                 if id(parameter) not in seen:
@@ -127,6 +127,13 @@ class TorchReplica:
         return named + [TensorBlock(tensor, local=False) for tensor in self.optimizer_tensors()]
 
 
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter, False
+    for name, buffer in model.named_buffers():
+        yield name, buffer, True
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -135,16 +142,18 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorSpec(tuple(value.shape), value.dtype, value.device.type == "cpu")
-    return value
+    return copied(value)
 
 
 def _made(value: Any, have: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, TensorSpec):
-        return value
+        return copied(value)
     device = torch.device("cpu") if value.on_host else parameter.device
     if (
         isinstance(have, torch.Tensor)
         and (tuple(have.shape), have.dtype, have.device) == (value.shape, value.dtype, device)
     ):
         return have
+    if value.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False)
     return torch.empty(value.shape, dtype=value.dtype, device=device)

@@ -62,8 +62,8 @@ def init(*args: Any, **kwargs: Any) -> None:
     settings = Settings.from_environment()
     if settings.elastic and (args or kwargs.get("process_sets")):
         raise ConfigurationError(
-            "hvd.init() with a communicator or process sets in an elastic job: Horovod 0.28 cannot form them anew after "
-            "a failure; call hvd.init() without arguments"
+            "hvd.init() with a communicator or process sets in an elastic job: Horovod 0.28 cannot form them anew "
+            "after a failure; call hvd.init() without arguments"
         )
     runtime = Runtime(settings, args, kwargs)
     group = runtime.membership.start()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
+from torch.utils.hooks import RemovableHandle
 
 from horovod_ft.errors import ConfigurationError
 
@@ -25,9 +27,10 @@ class Slot:
         context: what the compressor that made ``wire`` wants to see again.
         carried: weighted gradients of earlier batches, when the weight changed between accumulated batches.
         left: backward passes still to come before the gradient is reduced.
+        sparse: number of sparse dimensions of the last gradient that was seen; 0 for dense ones.
     """
 
-    __slots__ = ("_dense", "_strides", "carried", "context", "left", "name", "parameter", "result", "wire")
+    __slots__ = ("_dense", "_strides", "carried", "context", "left", "name", "parameter", "result", "sparse", "wire")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, passes: int) -> None:
         self.name = name
@@ -37,6 +40,7 @@ class Slot:
         self.wire: torch.Tensor | None = None
         self.context: Any = None
         self.carried: torch.Tensor | None = None
+        self.sparse = 0
         self._strides: tuple[int, ...] | None = None
         self._dense: tuple[int, ...] = ()
 
@@ -54,6 +58,23 @@ class Slot:
         both = zip(tensor.shape, tensor.stride(), self._dense, strict=True)
         return all(have == want for length, have, want in both if length != 1)
 
+    def look(self) -> None:
+        """See whether the gradient is sparse. A missing one is what the last one was: the other workers have some."""
+        seen = [part for part in (self.parameter.grad, self.carried) if part is not None]
+        if seen:
+            self.sparse = seen[0].sparse_dim() if all(part.is_sparse for part in seen) else 0
+
+    def nothing(self) -> torch.Tensor:
+        """A sparse gradient without any element."""
+        like = self.parameter
+        indices = torch.empty((self.sparse, 0), dtype=torch.int64, device=like.device)
+        values = torch.empty((0, *like.shape[self.sparse :]), dtype=like.dtype, device=like.device)
+        return self.made_of(indices, values)
+
+    def made_of(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """A sparse gradient; its invariants are checked, since the parts come from other workers."""
+        return torch.sparse_coo_tensor(indices, values, self.parameter.shape, check_invariants=True)
+
     def room(self) -> torch.Tensor:
         """Memory for the result, with whatever is in it."""
         if self.result is None or not self.fits(self.result):
@@ -69,6 +90,7 @@ class Bucket:
     """Parameters that are reduced together, all or nothing: usually one, more with ``groups``.
 
     Attributes:
+        members: those of its slots that take part in this step: all that are not frozen.
         ready: how many of its gradients are complete.
         handles: Horovod's, one a collective; None while nothing has been handed over.
         outputs: what the collectives gave, once all of them have ended well.
@@ -76,7 +98,7 @@ class Bucket:
         finish: puts the outputs into ``p.grad``.
     """
 
-    __slots__ = ("failed", "finish", "handles", "outputs", "ready", "slots")
+    __slots__ = ("failed", "finish", "handles", "members", "outputs", "ready", "slots")
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = list(slots)
@@ -85,20 +107,26 @@ class Bucket:
     def rest(self) -> None:
         """Nothing of the next step has happened yet."""
         self.ready = 0
+        self.members: list[Slot] = []
         self.handles: list[int] | None = None
         self.outputs: list[Any] | None = None
         self.failed = False
         self.finish: Callable[[list[Any]], None] | None = None
 
     def collect(self) -> None:
-        """Wait for the outputs.
+        """Wait for the outputs; they can be waited for again.
 
         Raises:
             HorovodInternalError: the group broke.
         """
         assert self.handles is not None
+        if self.outputs is not None:
+            return
         try:
-            self.outputs = [hvd.synchronize(handle) for handle in self.handles]
+            outputs = [hvd.synchronize(handle) for handle in self.handles]
+            if any(output is None for output in outputs):  # Horovod's answer to a handle that it does not know
+                raise hvd.HorovodInternalError("the wait for a gradient was cut short, and its reduction is lost")
+            self.outputs = outputs
         except BaseException:
             self.failed = True
             raise
@@ -119,8 +147,16 @@ class Bucket:
             for slot in self.slots:
                 slot.forget_memory()
         elif self.outputs is None and not self.failed:
-            with suppress(hvd.HorovodInternalError):
+            with suppress(hvd.HorovodInternalError, ValueError):
                 self.collect()
+        elif self.failed:
+            self._forget_handles()
+
+    def _forget_handles(self) -> None:
+        """Horovod keeps what belongs to a handle until somebody has waited for it."""
+        for handle in self.handles or ():
+            with suppress(hvd.HorovodInternalError, ValueError):
+                hvd.synchronize(handle)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,11 +182,12 @@ def grouped(slots: list[Slot], groups: int | Sequence[Sequence[torch.Tensor]] | 
     if isinstance(groups, int):
         length, longer = divmod(len(slots), groups)
         cuts = [index * length + min(index, longer) for index in range(groups + 1)]
-        return [slots[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False) if start < stop]
-    by_parameter = {slot.parameter: slot for slot in slots}
+        return [slots[start:stop] for start, stop in pairwise(cuts) if start < stop]
+    by_parameter: dict[torch.Tensor, Slot] = {slot.parameter: slot for slot in slots}
     buckets = [[by_parameter[member] for member in group if member in by_parameter] for group in _checked(groups)]
-    taken = [slot for bucket in buckets for slot in bucket]
-    if len(set(taken)) != len(taken):
+    in_order = [slot for bucket in buckets for slot in bucket]
+    taken = set(in_order)
+    if len(taken) != len(in_order):
         raise ConfigurationError("groups: a parameter may be in one group only")
     return [bucket for bucket in buckets if bucket] + [[slot] for slot in slots if slot not in taken]
 
@@ -163,3 +200,22 @@ def _checked(groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[torc
     if not well_formed:
         raise ConfigurationError(f"groups must be a number, or a list of lists of parameters, not {groups!r:.200}")
     return groups
+
+
+def trainable(parameter: torch.Tensor) -> bool:
+    """Whether it has gradients now, or may have some after it was thawed."""
+    return parameter.requires_grad or parameter.is_floating_point()
+
+
+def hooked(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register the hook, on a frozen parameter too: it may be thawed later, and torch asks for no less."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(not frozen)
+    return handle
+
+
+def remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from horovod.common.elastic import State
 
 from horovod_ft.agreement import Agreement
 from horovod_ft.committer import Committer, Frontier, Part
-from horovod_ft.data import Deal
+from horovod_ft.data import Cursor, Deal
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.membership.base import Group
 from horovod_ft.recovery import Engine, StepContext
@@ -37,9 +37,6 @@ from horovod_ft.torch.replica import TensorBlock, TorchReplica
 from horovod_ft.torch.runtime import current
 from horovod_ft.torch.sampler import ElasticSampler
 from horovod_ft.transfer import transfer
-
-#: Names that the state itself uses.
-RESERVED = frozenset({"step", "commit", "restore", "save", "sync", "reset", "engine"})
 
 
 class TorchState(State):  # type: ignore[misc]
@@ -63,9 +60,10 @@ class TorchState(State):  # type: ignore[misc]
         runtime = current()
         tracked = {"model": model, "optimizer": optimizer, "loader": loader, **kwargs}
         tracked = {name: value for name, value in tracked.items() if value is not None or name in kwargs}
-        taken = RESERVED.intersection(tracked)
+        ours = {"engine", *dir(type(self))}
+        taken = sorted(name for name in tracked if name in ours or name.startswith("_"))
         if taken:
-            raise ConfigurationError(f"TorchState uses the names {sorted(taken)} itself; call yours something else")
+            raise ConfigurationError(f"TorchState uses the names {taken} itself; call yours something else")
         super().__init__(bcast_object=None, get_rank=lambda: runtime.group().rank)
         for name, value in tracked.items():
             object.__setattr__(self, name, value)
@@ -73,18 +71,19 @@ class TorchState(State):  # type: ignore[misc]
         self._deal: Deal | None = None
         self._samples_open = 0
         self._replica = TorchReplica(lambda: self._named(torch.nn.Module), lambda: self._named(torch.optim.Optimizer))
-        self._loader = self._only_loader()
+        self._only_loader()
         self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)
         self._snapshot.enabled = self._loader is None
         self._committer = Committer(self._parts())
         self.engine = Engine(runtime.membership, self, self._committer, runtime.bus, runtime.injector, runtime.ledger)
-        for distributed in self._distributed():
-            distributed.ft_gate = self
-        if self._loader is not None:
-            self._loader.watcher = self
-            cursor = self._loader.cursor
-            runtime.ledger.describe(length=cursor.order.length, drop_last=cursor.drop_last)
+        for value in tracked.values():
+            self._look_after(value)
+        if len(self._distributed()) > 1:  # whose parameters may have the same names, and whose gradients may overlap
+            for name, distributed in self._named(Distributed).items():
+                distributed.ft_reducer.prefix = f"{name}."
         install_faults(runtime.injector, self._committer, self._named(torch.nn.Module).values(), self._distributed())
+        for part in self._committer.parts:
+            part.begin()
 
     # --- what a training loop uses ---------------------------------------------------------------------------------
 
@@ -145,6 +144,7 @@ class TorchState(State):  # type: ignore[misc]
         )  # fmt: skip
         transfer(runtime.membership.comm, everything, group.rank, self, self._committer)
         if not self.engine.stepping:
+            self._committer.open = False
             self._committer.begin()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -155,6 +155,8 @@ class TorchState(State):  # type: ignore[misc]
                 "TorchState for it"
             )
         super().__setattr__(name, value)
+        if names is not None and name in names:
+            self._look_after(value)
 
     # --- what the engine uses (recovery.Trainee) -------------------------------------------------------------------
 
@@ -189,17 +191,13 @@ class TorchState(State):  # type: ignore[misc]
         return self._samples_open
 
     def regrouped(self, group: Group) -> None:
-        for name, value in self._values():
-            if isinstance(value, ElasticSampler):
-                value.reset()
+        self._redeal()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def settled(self, group: Group) -> None:
-        for _, value in self._values():
-            if isinstance(value, ElasticSampler):
-                value.reset()
+        self._redeal()
 
     def reentering(self) -> None:
         if self._loader is not None:
@@ -220,6 +218,9 @@ class TorchState(State):  # type: ignore[misc]
     # --- what the optimizer and the loader tell --------------------------------------------------------------------
 
     def before_update(self) -> None:
+        if not self.engine.stepping and not self._snapshot.enabled:  # the first update of a script that commits itself
+            self._snapshot.enabled = True
+            self._snapshot.begin()
         self.engine.injector.at("optimizer", self._committer.frontier.step + 1)
 
     def admit_update(self) -> bool:
@@ -239,9 +240,25 @@ class TorchState(State):  # type: ignore[misc]
             optimizer.ft_reducer.set_weight(deal.weight)
 
     def open(self) -> bool:
-        return self.engine.stepping and self._committer.open
+        return self.engine.running and self._committer.open
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _redeal(self) -> None:
+        for sampler in self._named(ElasticSampler).values():
+            sampler.reset()
+
+    @property
+    def _loader(self) -> ElasticDataLoader[Any] | None:
+        return next(iter(self._named(ElasticDataLoader).values()), None)
+
+    def _look_after(self, value: Any) -> None:
+        """Let what is tracked, and may be a replacement, tell this state what it does."""
+        if isinstance(value, Distributed):
+            value.ft_gate = self
+        elif isinstance(value, ElasticDataLoader):
+            value.watcher = self
+            current().ledger.describe(length=value.cursor.order.length, drop_last=value.cursor.drop_last)
 
     def _values(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self._names]
@@ -252,29 +269,31 @@ class TorchState(State):  # type: ignore[misc]
     def _distributed(self) -> list[Any]:
         return [value for _, value in self._values() if isinstance(value, Distributed)]
 
-    def _only_loader(self) -> ElasticDataLoader[Any] | None:
+    def _only_loader(self) -> None:
         loaders = self._named(ElasticDataLoader)
         if len(loaders) > 1:
             raise ConfigurationError(
-                f"TorchState tracks one ElasticDataLoader, not {sorted(loaders)}: the one that training goes by. Others, "
-                "for validation say, need not be tracked"
+                f"TorchState tracks one ElasticDataLoader, not {sorted(loaders)}: the one that training goes by. "
+                "Others, for validation say, need not be tracked"
             )
-        return next(iter(loaders.values()), None)
 
     def _parts(self) -> list[Part]:
-        parts: list[Part] = [RandomState(), Buffers(self._named(torch.nn.Module).values()), self._snapshot]
+        parts: list[Part] = [RandomState(), Buffers(lambda: self._named(torch.nn.Module).values()), self._snapshot]
         plain = []
         for name, kind in self._names.items():
             if kind in PARTS:
                 parts.append(PARTS[kind](self._getter(name)))
             elif kind == "loader":
-                parts.append(CursorPart(getattr(self, name).cursor))
+                parts.append(CursorPart(self._cursor_of(name)))
             elif kind == "value":
                 plain.append(name)
         return [*parts, Attributes(self, plain)]
 
     def _getter(self, name: str) -> Callable[[], Any]:
         return lambda: getattr(self, name)
+
+    def _cursor_of(self, name: str) -> Callable[[], Cursor]:
+        return lambda: cast(Cursor, getattr(self, name).cursor)
 
 
 PARTS: dict[str, Callable[[Callable[[], Any]], Part]] = {

@@ -46,7 +46,8 @@ def weights() -> str:
 def note(kind: str, state: Any) -> None:
     record = {
         "kind": kind, "epoch": state.epoch, "batch": state.batch, "processed": sampler.processed_num,
-        "size": hvd.size(), "lr": optimizer.param_groups[0]["lr"], "weights": weights(), "replicas": sampler.num_replicas,
+        "size": hvd.size(), "replicas": sampler.num_replicas, "lr": optimizer.param_groups[0]["lr"],
+        "weights": weights(),
     }  # fmt: skip
     with (FOLDER / f"notes-{START_RANK}.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")

@@ -99,23 +99,38 @@ def test_adopting_takes_over_the_replicated_parts_and_the_frontier(
 ) -> None:
     committer.torn = True
     draws.value = 5
-    committer.adopt([42], Frontier(7, 1), computed_by=2)
+    committer.adopt([42], None, Frontier(7, 1), computed_by=2)
     assert (schedule.value, draws.value) == (42, 5)
     assert (committer.frontier, committer.computed_by, committer.fresh, committer.torn) == (
         Frontier(7, 1), 2, False, False,
     )  # fmt: skip
 
 
+def test_adopting_no_values_leaves_the_parts_as_they_are(committer: Committer, schedule: Value) -> None:
+    committer.adopt(None, [9], Frontier(7, 1), computed_by=2)
+    assert (schedule.value, committer.committed) == (10, [9])
+
+
+def test_the_values_of_the_last_commit_are_kept_while_the_script_changes_them_between_steps(
+    committer: Committer, schedule: Value
+) -> None:
+    committer.begin()
+    schedule.value = 11
+    committer.commit()
+    schedule.value = 12
+    assert (committer.committed, committer.export()) == ([11], [12])
+
+
 def test_a_worker_that_adopted_updates_skips_them(committer: Committer) -> None:
-    committer.adopt([42], Frontier(7, 1), computed_by=2)
+    committer.adopt([42], None, Frontier(7, 1), computed_by=2)
     assert [committer.admit_update(), committer.admit_update()] == [False, True]
 
 
 def test_nobody_has_computed_a_step_without_updates(committer: Committer) -> None:
-    committer.adopt([42], Frontier(7, 0), computed_by=2)
+    committer.adopt([42], None, Frontier(7, 0), computed_by=2)
     assert committer.computed_by is None
 
 
 def test_parts_that_do_not_match_the_holders_are_an_error(committer: Committer) -> None:
     with pytest.raises(ValueError, match="zip"):
-        committer.adopt([1, 2], Frontier(1, 0), None)
+        committer.adopt([1, 2], None, Frontier(1, 0), None)

@@ -146,7 +146,7 @@ BATCHES = st.one_of(
 @quick
 @given(samples=st.integers(1, 40), batch=BATCHES, happenings=HAPPENINGS)
 def test_an_epoch_visits_each_sample_once_whatever_happens(
-    samples: int, batch: dict[str, int], happenings: list[tuple[str, int]]
+    samples: int, batch: dict[str, Any], happenings: list[tuple[str, int]]
 ) -> None:
     training = Training(a_cursor(samples, shuffle=True, **batch))
     for kind, size in happenings:
@@ -165,7 +165,7 @@ def test_an_epoch_visits_each_sample_once_whatever_happens(
 
 @quick
 @given(samples=st.integers(1, 40), total=st.integers(1, 9), sizes=st.lists(st.integers(1, 6), max_size=10))
-def test_the_global_batches_do_not_depend_on_the_sizes_of_the_groups(samples: int, total: int, sizes: list[int]) -> None:
+def test_global_batches_do_not_depend_on_the_sizes_of_the_groups(samples: int, total: int, sizes: list[int]) -> None:
     def batches(sizes: list[int]) -> list[list[int]]:
         training, found = Training(a_cursor(samples, shuffle=True, total=total)), []
         for size in [*sizes, *[1] * samples]:
@@ -300,7 +300,7 @@ def test_an_order_of_nothing_or_of_a_negative_seed_is_refused(length: int, seed:
 
 @pytest.mark.parametrize("sizes", [{}, {"total": 4, "per_worker": 4}])
 def test_exactly_one_kind_of_batch_size_is_given(sizes: dict[str, int]) -> None:
-    with pytest.raises(ConfigurationError, match="either global_batch_size=G .* or batch_size=B .* not both"):
+    with pytest.raises(ConfigurationError, match=r"either global_batch_size=G .* or batch_size=B .* not both"):
         BatchSize(**sizes)
 
 

@@ -30,13 +30,14 @@ def test_a_missing_framework_is_named_with_the_command_that_installs_it(installe
 
 def test_a_missing_horovod_is_told_with_the_remedy(installed: set[str]) -> None:
     installed.add("torch")
-    with pytest.raises(InstallationError, match="Horovod is not installed. Run scripts/install"):
+    with pytest.raises(InstallationError, match=r"Horovod is not installed. Run scripts/install"):
         require_horovod("torch", "x")
 
 
 def test_a_horovod_that_does_not_fit_is_told_with_the_cause(installed: set[str]) -> None:
     installed.update({"some_framework", "horovod"})
-    with pytest.raises(InstallationError, match=r"not for some_framework as it is here \(.*\)\. Run scripts/install") as raised:
+    said = r"not for some_framework as it is here \(.*\)\. Run scripts/install"
+    with pytest.raises(InstallationError, match=said) as raised:
         require_horovod("some_framework", "mpi_lib")
     assert isinstance(raised.value.__cause__, ImportError)
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 from horovod_ft.errors import PolicyError
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, Replay, decide, installed_policies, parse_policy
+from horovod_ft.policy import (
+    ENTRY_POINTS,
+    Abort,
+    Decision,
+    Failure,
+    RecoveryPolicy,
+    Replay,
+    decide,
+    installed_policies,
+    parse_policy,
+)
 
 FAILURE = Failure(
     generation=2, step=7, updates=0, lost=(1,), survivors=(0, 2), size_before=3, size_after=2, behind=0, consecutive=1,
@@ -82,7 +93,20 @@ def test_without_any_policy_the_installation_is_suspected() -> None:
 
 
 def test_the_policies_of_this_package_are_installed() -> None:
-    assert installed_policies()["rollback"] is MiniBatchRollback
+    assert installed_policies()["rollback"](max_consecutive=5) == MiniBatchRollback(max_consecutive=5)
+
+
+def test_a_policy_of_another_package_that_cannot_be_loaded_harms_only_those_who_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = [
+        EntryPoint("rollback", "horovod_ft.policies.rollback:MiniBatchRollback", ENTRY_POINTS),
+        EntryPoint("broken", "no_such_package:Policy", ENTRY_POINTS),
+    ]
+    monkeypatch.setattr("horovod_ft.policy.entry_points", lambda group: points)
+    assert parse_policy("rollback") == MiniBatchRollback()
+    with pytest.raises(PolicyError, match=r"'broken' \(no_such_package:Policy\) cannot be loaded"):
+        parse_policy("broken")
 
 
 # --- conformance of what is a policy -------------------------------------------------------------------------------

@@ -99,25 +99,40 @@ class Replica:
 
 
 AGREEMENT = Agreement(
-    frontier=Frontier(9, 1), holders=(), lacking=(), newcomers=(), generation=4, start=False, computed_by=3, reenter=True,
-    lost=(), survivors=(), size_before=3, consecutive=1, at_risk=0,
+    frontier=Frontier(9, 1), holders=(), lacking=(), newcomers=(), generation=4, start=False, computed_by=3,
+    reenter=True, lost=(), survivors=(), size_before=3, consecutive=1, at_risk=0,
 )  # fmt: skip
+
+BEGINNING = Frontier(0, 0)
 
 
 class Worker:
     def __init__(self, index: int, *, holds: bool, rooms: int = 2) -> None:
         self.replica = Replica(100 if holds else index, rooms)
-        self.light = Value(100 if holds else index)
+        self.light = Value(101 if holds else index)
         self.committer = Committer([self.light])
+        self.committer.frontier = Frontier(9, 1) if holds else Frontier(0, 0)
+        self.committer.committed = [100 if holds else index]
 
 
 def run(
-    holders: Sequence[int], lacking: Sequence[int], newcomers: Sequence[int] = (), *, rooms: int = 2, start: bool = False,
+    holders: Sequence[int],
+    lacking: Sequence[int],
+    newcomers: Sequence[int] = (),
+    *,
+    rooms: int = 2,
+    start: bool = False,
     breakages: Sequence[Breakage] = (),
-) -> tuple[list[Worker], dict[int, Outcome[Transferred]]]:  # fmt: skip
-    """A transfer in a group whose holders' state is all 100 and where each other worker's is its index."""
+    laggards_at: Frontier = BEGINNING,
+) -> tuple[list[Worker], dict[int, Outcome[Transferred]]]:
+    """A transfer in a group whose holders' state is all 100 and where each other worker's is its index.
+
+    The holders' scripts have changed the light value to 101 since the last commit.
+    """
     size = len(holders) + len(lacking)
     workers = [Worker(i, holds=i in holders, rooms=rooms if i in newcomers else 2) for i in range(size)]
+    for index in lacking:
+        workers[index].committer.frontier = laggards_at
     agreement = replace(
         AGREEMENT, holders=tuple(holders), lacking=tuple(lacking), newcomers=tuple(newcomers), start=start
     )
@@ -157,11 +172,26 @@ def test_a_newcomer_makes_room_for_state_that_it_has_not_yet() -> None:
     assert workers[1].replica.numbers() == ([100.0], [100])
 
 
-def test_light_state_and_frontier_come_with_the_weights() -> None:
+def test_the_frontier_comes_with_the_weights() -> None:
     workers, _ = run([0], [1])
     committer = workers[1].committer
-    assert (workers[1].light.value, committer.frontier, committer.computed_by) == (100, Frontier(9, 1), 3)
+    assert (committer.frontier, committer.computed_by) == (Frontier(9, 1), 3)
     assert (committer.fresh, committer.torn) == (False, False)
+
+
+def test_a_laggard_gets_the_light_state_of_the_commit_and_does_itself_what_comes_after() -> None:
+    workers, _ = run([0], [1])
+    assert (workers[1].light.value, workers[1].committer.committed) == (100, [100])
+
+
+def test_a_newcomer_gets_the_light_state_as_it_is() -> None:
+    workers, _ = run([0], [1], [1])
+    assert (workers[1].light.value, workers[1].committer.committed) == (101, [100])
+
+
+def test_a_laggard_within_the_same_step_keeps_its_light_state() -> None:
+    workers, _ = run([0], [1], laggards_at=Frontier(9, 0))
+    assert (workers[1].light.value, workers[1].replica.numbers()[0]) == (1, [100.0])
 
 
 def test_only_newcomers_of_a_running_job_get_random_streams_of_their_own() -> None:
@@ -183,9 +213,10 @@ def test_it_says_how_much_was_sent_to_how_many() -> None:
 def test_a_holders_memory_is_never_written() -> None:
     class ReadOnly(Replica):
         def blocks(self) -> list[Block]:
-            for array in (*self.weights, self.buffer):
+            arrays: list[NDArray[Any]] = [*self.weights, self.buffer]
+            for array in arrays:
                 array.flags.writeable = False
-            return [ArrayBlock(weight) for weight in self.weights] + [ArrayBlock(self.buffer, local=True)]
+            return [ArrayBlock(array, local=array is self.buffer) for array in arrays]
 
     replicas = [ReadOnly(100), ReadOnly(100), Replica(2)]
     agreement = replace(AGREEMENT, holders=(0, 1), lacking=(2,), newcomers=(2,))

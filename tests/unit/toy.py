@@ -33,12 +33,15 @@ MODULUS = 1_000_003
 WIDTH = 3
 
 
+SIX_A_STEP = BatchSize(total=6)
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained, and how."""
 
     samples: int = 20
-    batch: BatchSize = BatchSize(total=6)
+    batch: BatchSize = SIX_A_STEP
     epochs: int = 2
     updates: int = 1
     passes: int = 1
@@ -46,6 +49,9 @@ class Job:
 
     def order(self) -> EpochOrder:
         return EpochOrder(self.samples, shuffle=True, seed=11)
+
+
+DEFAULT = Job()
 
 
 def initial() -> Integers:
@@ -183,7 +189,12 @@ class Toy:
     """One worker's training: a ``recovery.Trainee``, its loader and its training function."""
 
     def __init__(
-        self, membership: FakeMembership, job: Job, *, policy: RecoveryPolicy | None = None, faults: Sequence[Fault] = ()
+        self,
+        membership: FakeMembership,
+        job: Job,
+        *,
+        policy: RecoveryPolicy | None = None,
+        faults: Sequence[Fault] = (),
     ) -> None:
         self.membership = membership
         self.job = job
@@ -200,16 +211,22 @@ class Toy:
         self.names = [f"weights ({job.updates}, {WIDTH}) int64"]
         worker = f"host{membership.index}:{membership.index}:1"
         self.bus = EventBus(worker)
-        self.bus.subscribe(self.events.append)
+        self.bus.subscribe(self._record)
         self.injector = Injector(faults, membership.index, "host", self.bus, send=membership.die, sleep=lambda _: None)
         self.ledger = Ledger(job.ledger, worker)
         self.ledger.describe(length=job.samples, drop_last=False)
         self.engine = Engine(membership, self, self.committer, self.bus, self.injector, self.ledger)
         self.in_body: Callable[[Deal], None] = lambda deal: None
         self.before_step: Callable[[Deal], None] = lambda deal: None
+        self.original: Callable[[Deal], None] = self.body
+        self.extra = Value()
+        self.explicit = False  # the script commits itself
         self._batches_summed = 0
         self._gradients = [0] * job.updates
         self._at_risk = 0
+
+    def _record(self, event: Event) -> None:
+        self.events.append(event)
 
     @property
     def steps(self) -> int:
@@ -260,7 +277,7 @@ class Toy:
             yield epoch
             if self.cursor.epoch == epoch:
                 self.cursor.taken = Place(epoch + 1, 0)
-                if not (self.engine.stepping and self.committer.open):
+                if not ((self.engine.stepping or self.explicit) and self.committer.open):
                     self.cursor.commit()
 
     def batches(self) -> Iterator[Deal]:
@@ -352,7 +369,7 @@ class Ended:
 def run_toys(
     size: int,
     breakages: Sequence[Breakage] = (),
-    job: Job = Job(),  # noqa: B008  it is frozen
+    job: Job = DEFAULT,
     *,
     policy: Callable[[int], RecoveryPolicy] = lambda index: MiniBatchRollback(),
     faults: Sequence[Fault] = (),
@@ -377,5 +394,9 @@ def run_toys(
         prepare(toy)
         return script(toy)
 
-    outcomes = FakeWorld(size, breakages, **world).run(live)
-    return Ended(outcomes, toys)
+    try:
+        return Ended(FakeWorld(size, breakages, **world).run(live), toys)
+    finally:
+        for toy in toys.values():
+            if toy.ledger._lines is not None:  # processes leave that to their end
+                toy.ledger._lines.close()

@@ -64,12 +64,19 @@ def run_workers(
 
 def guarded(main: Callable[[], int]) -> NoReturn:
     """Run a script's ``main`` and exit with its status; a SIGTERM ends the running job too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _leave)
     try:
         sys.exit(main())
     except BenchmarkError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _leave(*_: object) -> None:
+    """Exit through all ``with`` blocks, undisturbed by further signals: ``timeout`` and shells send two."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

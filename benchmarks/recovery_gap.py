@@ -146,14 +146,21 @@ def show(result: dict[str, Any]) -> None:
         console.print(told(goal, met))
 
 
-def take_turns(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Kill]]:
+def take_turns(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Kill]], list[str]]:
+    """All kills of both sides, and what went wrong; one job that fails does not stop the others."""
     kills: dict[str, list[Kill]] = {"stock": [], "ours": []}
+    failures = []
     for number in range(arguments.kills):
         rank = arguments.ranks[number % len(arguments.ranks)]
         for side, done in kills.items():
-            done.append(measure(side, rank, arguments.kill_at, folder / f"{side}-{number}"))
-            console.print(f"kill {number + 1} of {arguments.kills}, worker {rank}, {side:5}: {done[-1].gap_s:7.3f} s")
-    return kills
+            what = f"kill {number + 1} of {arguments.kills}, worker {rank}, {side:5}"
+            try:
+                done.append(measure(side, rank, arguments.kill_at, folder / f"{side}-{number}"))
+                console.print(f"{what}: {done[-1].gap_s:7.3f} s")
+            except BenchmarkError as error:
+                failures.append(f"{what}: {error}")
+                console.print(f"{what}: [red]failed[/red]")
+    return kills, failures
 
 
 def main() -> int:
@@ -171,11 +178,14 @@ def main() -> int:
         folder = (arguments.folder or Path(temporary)).resolve()
         if folder.exists() and any(folder.iterdir()):
             parser.error(f"{folder} is not empty: --folder needs a new or an empty one")
-        kills = take_turns(arguments, folder)
-    result = summarized(kills["stock"], kills["ours"])
-    show(result)
-    write_json(arguments.json, result)
-    return 0
+        kills, failures = take_turns(arguments, folder)
+    if all(kills.values()):
+        result = {**summarized(kills["stock"], kills["ours"]), "failures": failures}
+        show(result)
+        write_json(arguments.json, result)
+    for failure in failures:
+        print(f"recovery_gap.py: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

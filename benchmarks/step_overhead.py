@@ -150,7 +150,8 @@ def profile(folder: Path) -> None:
     """Print what Python does in a step of each side, 1.3 M parameters, 2 workers."""
     run_workers("steps", [str(folder), "1.3M", "0", "profile"], 2, folder, env=ENV, timeout_s=2 * MARGIN_S)
     for side in ("stock", "ours"):
-        console.print(f"[bold]{side}[/bold]", (folder / f"profile-{side}.txt").read_text(), markup=True)
+        text = (folder / f"profile-{side}.txt").read_text()
+        print(f"--- {side} ---", "\n".join(line for line in text.splitlines() if line.strip()), sep="\n")
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from horovod_ft.committer import Frontier
+from horovod_ft.data import Range
 from horovod_ft.errors import DivergenceError, RecoveryError
 from horovod_ft.membership.base import Collectives
 
@@ -36,7 +37,7 @@ class Standing(NamedTuple):
         resume: where it goes on.
         schema: hash of names, shapes and dtypes of its state.
         consecutive: its failures since its last commit; 0 if it comes to this group without one.
-        at_risk: samples of the global batch it was working on.
+        open_ranges: the global batches of its open step.
     """
 
     frontier: Frontier
@@ -49,7 +50,7 @@ class Standing(NamedTuple):
     resume: Resume
     schema: str
     consecutive: int
-    at_risk: int
+    open_ranges: tuple[Range, ...]
 
     @property
     def sound(self) -> bool:
@@ -73,7 +74,9 @@ class Agreement:
         reenter: at least one worker is not finishing, so those who are have to run the training function again.
         lost, survivors: ranks in the previous group.
         size_before: size of the previous group.
-        consecutive, at_risk: the largest over the workers.
+        consecutive: the largest over the workers.
+        open_ranges: of the holders, if an update of the open step is applied: its replay must cover the same samples.
+        at_risk: samples in the open step; the most over the workers.
     """
 
     frontier: Frontier
@@ -88,6 +91,7 @@ class Agreement:
     survivors: tuple[int, ...]
     size_before: int
     consecutive: int
+    open_ranges: tuple[Range, ...]
     at_risk: int
 
 
@@ -124,8 +128,13 @@ def conclude(standings: Sequence[Standing]) -> Agreement:
         survivors=() if start else survivors,
         size_before=previous.size,
         consecutive=max(standing.consecutive for standing in standings),
-        at_risk=max(standing.at_risk for standing in standings),
+        open_ranges=standings[holders[0]].open_ranges if newest.updates else (),
+        at_risk=max(_samples(standing.open_ranges) for standing in standings),
     )
+
+
+def _samples(ranges: Sequence[Range]) -> int:
+    return sum(stop - start for _, start, stop in ranges)
 
 
 def agree(comm: Collectives, mine: Standing, schema: Sequence[str]) -> Agreement:

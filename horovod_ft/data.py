@@ -7,7 +7,7 @@ any size can go on where another one stopped.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,14 @@ class Place(NamedTuple):
 
     epoch: int
     position: int
+
+
+class Range(NamedTuple):
+    """A global batch: ``order(epoch)[start:stop]``."""
+
+    epoch: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,8 @@ class Cursor:
         self.drop_last = drop_last
         self.committed = Place(0, 0)
         self.taken = Place(0, 0)
+        self._open: list[Range] = []
+        self._repeated: dict[Place, int] = {}
 
     @property
     def epoch(self) -> int:
@@ -161,14 +171,20 @@ class Cursor:
 
     def exhausted(self, size: int) -> bool:
         """Whether the epoch has no further global batch for a group of ``size`` workers."""
-        left = self.order.length - self.taken.position
-        return left < (self.batch.of(size) if self.drop_last else 1)
+        return self._samples_after(self.taken, size) == 0
+
+    def _samples_after(self, place: Place, size: int) -> int:
+        """Samples of the global batch that begins at a place; 0 if there is none."""
+        if place in self._repeated:
+            return self._repeated[place] - place.position
+        total = min(self.batch.of(size), self.order.length - place.position)
+        return 0 if total < (self.batch.of(size) if self.drop_last else 1) else total
 
     def peek(self, *, generation: int, rank: int, size: int, after: Place | None = None) -> Deal | None:
         """The deal that follows ``after`` (default: what was taken last), or None at the end of its epoch."""
         place = self.taken if after is None else after
-        total = min(self.batch.of(size), self.order.length - place.position)
-        if total < (self.batch.of(size) if self.drop_last else 1):
+        total = self._samples_after(place, size)
+        if total == 0:
             return None
         start, stop = list(shares(total, size))[rank]
         order = self.order(place.epoch)
@@ -191,16 +207,39 @@ class Cursor:
         if (deal.epoch, deal.start) != self.taken:
             raise UsageError(f"{deal} does not begin at {self.taken}")
         self.taken = Place(deal.epoch, deal.stop)
+        self._open.append(Range(deal.epoch, deal.start, deal.stop))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch. Committed at once, unless batches that were taken before are still open."""
+        self.taken = Place(epoch, 0)
+        if not self._open:
+            self.committed = self.taken
 
     def commit(self) -> None:
-        self.committed = self.taken
+        self.go_to(self.taken)
 
     def rollback(self) -> None:
         self.taken = self.committed
+        self._open.clear()
 
     def go_to(self, place: Place) -> None:
-        """Jump, committed: the start of another epoch, or where the others are."""
+        """Jump, committed: where the others are."""
         self.taken = self.committed = place
+        self._open.clear()
+        self._repeated.clear()
+
+    def open_ranges(self) -> tuple[Range, ...]:
+        """The global batches of the open step, in order."""
+        if self._repeated:
+            return tuple(Range(place.epoch, place.position, stop) for place, stop in sorted(self._repeated.items()))
+        return tuple(self._open)
+
+    def repeat(self, ranges: Iterable[Range]) -> None:
+        """Until the next commit, deal exactly these global batches, whatever the size of the group.
+
+        For a step that is replayed although an update of it has been applied: the update covers them.
+        """
+        self._repeated = {Place(epoch, start): stop for epoch, start, stop in ranges}
 
 
 def warn_about_idle_workers(batch: BatchSize, size: int) -> None:

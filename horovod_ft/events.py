@@ -21,7 +21,8 @@ log = logging.getLogger("horovod_ft")
 
 #: The stages of one recovery, in order; each is an event kind. ``resumed`` is the first commit after it.
 STAGES = (
-    "failure_detected", "sockets_cut", "drained", "reformed", "agreed", "decision", "transferred", "recovered", "resumed",
+    "failure_detected", "sockets_cut", "drained", "reformed", "agreed",
+    "decision", "transferred", "recovered", "resumed",
 )  # fmt: skip
 
 

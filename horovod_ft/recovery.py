@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from horovod_ft.agreement import Agreement, Resume, Standing, agree, same_everywhere
 from horovod_ft.committer import Committer
+from horovod_ft.data import Range
 from horovod_ft.errors import PolicyError, RecoveryError, UsageError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
@@ -48,8 +49,11 @@ class Trainee(Replica, Protocol):
     def accumulating(self) -> bool:
         """Gradients of several batches are being summed up and the update is still to come."""
 
-    def at_risk(self) -> int:
-        """Samples of the global batch that is being worked on, over all workers."""
+    def open_ranges(self) -> tuple[Range, ...]:
+        """The global batches of the open step; empty when no loader is tracked."""
+
+    def repeat(self, ranges: tuple[Range, ...]) -> None:
+        """An update of the open step is applied, and the step is replayed: deal these global batches again."""
 
     def regrouped(self, group: Group) -> None:
         """A new group stands, before state is transferred in it. Not called in a process that has just begun."""
@@ -352,6 +356,8 @@ class Engine:
         sent = transfer(comm, agreement, group.rank, self._trainee, committer)
         self._bus.emit("transferred", duration_s=self._mono() - began, nbytes=sent.nbytes, receivers=sent.receivers)
         committer.fresh = False
+        if agreement.open_ranges:
+            self._trainee.repeat(agreement.open_ranges)
         self.membership.adopt_generation(agreement.generation)
         at = self._bus.position
         at.generation, at.rank, at.size, at.step = agreement.generation, group.rank, group.size, committer.frontier.step
@@ -375,7 +381,7 @@ class Engine:
             resume=resume,
             schema=hashlib.sha256("\n".join(schema).encode()).hexdigest(),
             consecutive=self._failures if failed else 0,
-            at_risk=self._trainee.at_risk(),
+            open_ranges=self._trainee.open_ranges(),
         )
 
     def _ask_policy(self, agreement: Agreement, size: int) -> None:

@@ -60,7 +60,9 @@ def profile(folder: Path, works: dict[str, Work]) -> None:
         block(_profiled(work, profiler), PROFILED_STEPS)
         if hvd.rank() == 0:
             with (folder / f"profile-{name}.txt").open("w") as file:
-                pstats.Stats(profiler, stream=file).strip_dirs().sort_stats("tottime").print_stats(25)
+                stats = pstats.Stats(profiler, stream=file)
+                stats.sort_stats("tottime").print_stats(12)
+                stats.sort_stats("cumtime").print_stats("horovod", 30)
 
 
 def _profiled(work: Work, profiler: cProfile.Profile) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from horovod.common.elastic import ObjectState, State, run_fn
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from horovod_ft.committer import Committer
+from horovod_ft.data import Range
 from horovod_ft.errors import ConfigurationError, PolicyError
 from horovod_ft.membership.base import Group
 from horovod_ft.policies.rollback import MiniBatchRollback
@@ -117,8 +118,11 @@ class _OtherState:
     def accumulating(self) -> bool:
         return False
 
-    def at_risk(self) -> int:
-        return 0
+    def open_ranges(self) -> tuple[Range, ...]:
+        return ()
+
+    def repeat(self, ranges: tuple[Range, ...]) -> None:
+        """Never: it counts no updates."""
 
     def regrouped(self, group: Group) -> None:
         self._state.on_reset()

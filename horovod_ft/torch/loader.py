@@ -59,10 +59,6 @@ class LoaderWatcher:
     def taken(self, deal: Deal) -> None:
         """A batch is about to be trained on."""
 
-    def open(self) -> bool:
-        """Whether batches that were taken are not committed yet, although their step has ended (accumulation)."""
-        return False
-
 
 class ElasticDataLoader(Generic[Batch_co]):
     """Batches of this worker, at whatever size the group has.
@@ -116,7 +112,7 @@ class ElasticDataLoader(Generic[Batch_co]):
         self._group: Callable[[], Group] = current().group
         self._persistent = persistent_workers
         self._newest = torch.zeros(1, dtype=torch.int64)
-        self._newest.share_memory_()  # type: ignore[no-untyped-call]  # torch does not say
+        self._newest.share_memory_()
         self._sampler = _Ahead(self.cursor, self._group)
         self._torch_loader: DataLoader[Any] = DataLoader(
             _Fetching(dataset, collate_fn or default_collate, self._newest),
@@ -202,9 +198,7 @@ class ElasticDataLoader(Generic[Batch_co]):
     # --- fetching --------------------------------------------------------------------------------------------------
 
     def _advance(self, epoch: int) -> None:
-        self.cursor.taken = Place(epoch, 0)
-        if not self.watcher.open():
-            self.cursor.commit()
+        self.cursor.begin_epoch(epoch)
 
     def _next_deal(self) -> Deal | None:
         group = self._group()

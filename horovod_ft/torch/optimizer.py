@@ -178,7 +178,7 @@ def _distributed_class(base: type[torch.optim.Optimizer]) -> type[torch.optim.Op
     return type(base.__name__, (Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def DistributedOptimizer(  # noqa: N802, PLR0917  Horovod's name and arguments
+def DistributedOptimizer(  # noqa: N802  Horovod's name
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: Any = hvd.Compression.none,

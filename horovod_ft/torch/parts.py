@@ -47,7 +47,7 @@ class RandomState(BasePart):
         self._saved: tuple[Any, ...] = ()
 
     def begin(self) -> None:
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        in_use = torch.cuda.is_initialized()
         devices = torch.cuda.get_rng_state_all() if in_use else []
         self._saved = (random.getstate(), np.random.get_state(), torch.get_rng_state(), devices)
 

@@ -60,7 +60,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     if _Process.runtime is not None:
         return
     settings = Settings.from_environment()
-    if settings.elastic and (args or kwargs.get("process_sets")):
+    if settings.elastic and any(given is not None and given != [] for given in (*args, *kwargs.values())):
         raise ConfigurationError(
             "hvd.init() with a communicator or process sets in an elastic job: Horovod 0.28 cannot form them anew "
             "after a failure; call hvd.init() without arguments"

@@ -211,7 +211,7 @@ def hooked(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Rem
     """Register the hook, on a frozen parameter too: it may be thawed later, and torch asks for no less."""
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(not frozen)
     return handle
 

@@ -15,7 +15,7 @@ from horovod.common.elastic import State
 
 from horovod_ft.agreement import Agreement
 from horovod_ft.committer import Committer, Frontier, Part
-from horovod_ft.data import Cursor, Deal
+from horovod_ft.data import Cursor, Deal, Range
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.membership.base import Group
 from horovod_ft.recovery import Engine, StepContext
@@ -69,7 +69,6 @@ class TorchState(State):  # type: ignore[misc]
             object.__setattr__(self, name, value)
         self._names = _Names(tracked)
         self._deal: Deal | None = None
-        self._samples_open = 0
         self._replica = TorchReplica(lambda: self._named(torch.nn.Module), lambda: self._named(torch.optim.Optimizer))
         self._only_loader()
         self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)
@@ -140,7 +139,7 @@ class TorchState(State):  # type: ignore[misc]
         everything = Agreement(
             frontier=self._committer.frontier, holders=(0,), lacking=others, newcomers=others,
             generation=group.generation, start=True, computed_by=None, reenter=True, lost=(), survivors=(),
-            size_before=group.size, consecutive=0, at_risk=0,
+            size_before=group.size, consecutive=0, open_ranges=(), at_risk=0,
         )  # fmt: skip
         transfer(runtime.membership.comm, everything, group.rank, self, self._committer)
         if not self.engine.stepping:
@@ -180,15 +179,18 @@ class TorchState(State):  # type: ignore[misc]
         return sum(done for done, _ in counts), sum(asked for _, asked in counts)
 
     def discard(self) -> None:
-        self._samples_open = 0
         for optimizer in self._distributed():
             optimizer.ft_reducer.discard()
 
     def accumulating(self) -> bool:
         return any(optimizer.ft_reducer.accumulating() for optimizer in self._distributed())
 
-    def at_risk(self) -> int:
-        return self._samples_open
+    def open_ranges(self) -> tuple[Range, ...]:
+        return () if self._loader is None else self._loader.cursor.open_ranges()
+
+    def repeat(self, ranges: tuple[Range, ...]) -> None:
+        if self._loader is not None:
+            self._loader.cursor.repeat(ranges)
 
     def regrouped(self, group: Group) -> None:
         self._redeal()
@@ -234,13 +236,9 @@ class TorchState(State):  # type: ignore[misc]
         self.engine.injector.at("data", self._committer.frontier.step + 1)
 
     def taken(self, deal: Deal) -> None:
-        self._samples_open = deal.stop - deal.start
         current().ledger.dealt(self._committer.frontier.step + 1, deal)
         for optimizer in self._distributed():
             optimizer.ft_reducer.set_weight(deal.weight)
-
-    def open(self) -> bool:
-        return self.engine.running and self._committer.open
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class Config:
     swallow: bool = False
     scaler: bool = False
     disagree_at: int | None = None
+    commit_every: int = 0
+    kill_before_batch: int | None = None
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

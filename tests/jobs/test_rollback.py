@@ -123,8 +123,9 @@ def test_a_gradient_scaler(tmp_path: Path) -> None:
     assert scalars["scale"] == 2.0**16 * 2.0 ** (scalars["steps"] // GROWTH_INTERVAL), "replayed steps count once"
 
 
-def test_batch_size_for_each_worker(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, [fault(1, 5, "allreduce", after=3)], global_batch=None, batch=4)
+@pytest.mark.parametrize("phase", ["backward", "commit"])
+def test_batch_size_for_each_worker(tmp_path: Path, phase: str) -> None:
+    outcome = run_job(tmp_path, [fault(1, 5, phase)], global_batch=None, batch=4)
     check_sound(outcome, {0, 2})
 
 

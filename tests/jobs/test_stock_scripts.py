@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.harness import run_job
+from tests.jobs.harness import assert_equal_arrays, check_like_reference, run_job
 
 pytestmark = pytest.mark.job
 
@@ -32,6 +32,18 @@ def test_a_failure_restores_the_last_commit_and_enters_the_function_again(tmp_pa
     assert (entered["size"], entered["replicas"], entered["lr"]) == (2, 2, 0.02), "the reset callback ran"
     assert zero[-1]["kind"] == "end"
     assert zero[-1]["epoch"] == 3
+
+
+def test_explicit_commits_with_our_loader_lose_no_sample_over_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """The last commit before the failure is of batch 8; the epoch ends with batch 9."""
+    outcome = run_job(tmp_path, commit_every=4, kill_before_batch=10)
+    assert outcome.finished.returncode == 0, outcome.finished.output[-4000:]
+    assert outcome.start_ranks() == {0, 2}
+    assert outcome.ledger.exact, outcome.ledger.problems
+    check_like_reference(outcome)
+    left, right = outcome.results
+    assert_equal_arrays(left.arrays, right.arrays)
+    assert (left.scalars["epochs_seen"], left.scalars["batches"]) == (2, 18)
 
 
 def test_a_state_of_another_class_restores_and_syncs_itself(tmp_path: Path) -> None:

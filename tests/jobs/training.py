@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -39,17 +40,16 @@ def main(config: Config) -> None:
         num_workers=config.num_workers,
     )  # fmt: skip
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, scaler=scaler,
-                                   epochs_seen=0)  # fmt: skip
+                                   epochs_seen=0, batches=0)  # fmt: skip
 
     @hvd.elastic.run(policy=config.policy)
     def train(state: Any) -> None:
-        passed = 0
         for _epoch in state.loader.epochs(config.epochs):
             for inputs, labels in state.loader:
                 if config.hold_before == state.steps + 1:
                     hold(Path(config.folder))
                 with state.step():
-                    if passed % config.passes == 0:
+                    if state.batches % config.passes == 0:
                         optimizer.zero_grad()
                     try:
                         loss = F.cross_entropy(model(inputs), labels) / config.passes
@@ -57,10 +57,10 @@ def main(config: Config) -> None:
                     except RuntimeError:
                         if not config.swallow:
                             raise
-                    passed += 1
+                    state.batches += 1
                     if config.disagree_at == state.steps + 1:
                         fall_behind(Path(config.folder))
-                    if passed % config.passes == 0:
+                    if state.batches % config.passes == 0:
                         scaler.step(optimizer)
                         scaler.update()
                         scheduler.step()
@@ -70,7 +70,24 @@ def main(config: Config) -> None:
                 hvd.allreduce(torch.ones(1), name="metric")
             state.epochs_seen += 1
 
-    train(state)
+    @hvd.elastic.run(policy=config.policy)
+    def train_with_commits(state: Any) -> None:
+        """As a script for stock Horovod does it, with our loader."""
+        for _epoch in state.loader.epochs(config.epochs):
+            for inputs, labels in state.loader:
+                if START_RANK == 1 and state.batches == config.kill_before_batch and hvd.size() == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                scheduler.step()
+                state.batches += 1
+                if state.batches % config.commit_every == 0:
+                    state.commit()
+            state.epochs_seen += 1
+        state.commit()
+
+    (train_with_commits if config.commit_every else train)(state)
     leave_result(config, state)
 
 
@@ -113,6 +130,7 @@ def leave_result(config: Config, state: Any) -> None:
         "size": runtime.group().size,
         "steps": state.steps,
         "epochs_seen": state.epochs_seen,
+        "batches": state.batches,
         "cursor": list(state.loader.cursor.committed),
         "lr": state.optimizer.param_groups[0]["lr"],
         "scheduler": state.scheduler.last_epoch,

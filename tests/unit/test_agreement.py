@@ -8,6 +8,7 @@ import pytest
 
 from horovod_ft.agreement import Agreement, Resume, Standing, agree, conclude, same_everywhere
 from horovod_ft.committer import Frontier
+from horovod_ft.data import Range
 from horovod_ft.errors import DivergenceError, RecoveryError
 from horovod_ft.membership.base import Bytes, Pending
 
@@ -16,13 +17,13 @@ def survivor(rank: int, step: int = 4, updates: int = 0, **changes: Any) -> Stan
     """A worker of a group of four, generation 2."""
     standing = Standing(
         frontier=Frontier(step, updates), fresh=False, torn=False, generation=2, rank=rank, size=4, computed_by=None,
-        resume=Resume.IN_PLACE, schema="s", consecutive=1, at_risk=8,
+        resume=Resume.IN_PLACE, schema="s", consecutive=1, open_ranges=(Range(0, 8, 16),),
     )  # fmt: skip
     return standing._replace(**changes)
 
 
 def newcomer(**changes: Any) -> Standing:
-    changes = {"fresh": True, "generation": -1, "size": 1, "consecutive": 0, "at_risk": 0, **changes}
+    changes = {"fresh": True, "generation": -1, "size": 1, "consecutive": 0, "open_ranges": (), **changes}
     return survivor(0, 0, resume=Resume.REENTER, **changes)
 
 
@@ -135,10 +136,22 @@ def test_the_previous_group_is_the_one_with_the_highest_generation() -> None:
 # --- the rest ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["consecutive", "at_risk"])
-def test_the_largest_number_of_any_worker_counts(field: str) -> None:
-    standings = [survivor(0, **{field: 3}), survivor(1, **{field: 7}), newcomer()]
-    assert getattr(conclude(standings), field) == 7
+def test_the_most_failures_in_a_row_of_any_worker_count() -> None:
+    assert conclude([survivor(0, consecutive=3), survivor(1, consecutive=7), newcomer()]).consecutive == 7
+
+
+def test_the_samples_at_risk_are_those_of_the_largest_open_step() -> None:
+    open_step = (Range(0, 90, 100), Range(1, 0, 12))
+    assert conclude([survivor(0), survivor(1, open_ranges=open_step), newcomer()]).at_risk == 22
+
+
+def test_a_replay_without_an_applied_update_is_free_to_deal_anew() -> None:
+    assert conclude([survivor(0), survivor(1)]).open_ranges == ()
+
+
+def test_a_replay_after_an_applied_update_covers_the_samples_that_it_was_computed_from() -> None:
+    ahead = survivor(1, updates=1, open_ranges=(Range(0, 16, 24),))
+    assert conclude([survivor(0), ahead]).open_ranges == (Range(0, 16, 24),)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_ft.data import Deal
+from horovod_ft.data import BatchSize, Deal
 from horovod_ft.errors import DivergenceError, PolicyError, RecoveryError, UsageError
 from horovod_ft.faults.inject import FaultInjected
 from horovod_ft.faults.plan import Fault
@@ -37,9 +37,13 @@ def check_like_no_failure(ended: Ended, job: Job = DEFAULT, *, dead: Sequence[in
         assert result.schedule == result.steps
         assert result.place == (job.epochs, 0)
     if job.ledger is not None:
-        report = verify_ledger(job.ledger)
-        assert report.problems == []
-        assert (report.epochs, report.samples) == (job.epochs, job.epochs * job.samples)
+        check_ledger(job, job.ledger)
+
+
+def check_ledger(job: Job, folder: Path) -> None:
+    report = verify_ledger(folder)
+    assert report.problems == []
+    assert (report.epochs, report.samples) == (job.epochs, job.epochs * job.samples)
 
 
 def recovered_at(ended: Ended, index: int) -> list[tuple[int, int]]:
@@ -102,6 +106,20 @@ def test_a_death_between_two_updates_of_a_step(which: int, reaches: Sequence[int
     job = Job(updates=2, ledger=tmp_path)
     ended = run_toys(3, [Breakage(1, f"gradient.{which}", 3, reaches)], job)
     check_like_no_failure(ended, job, dead=[1])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("reaches", SUBSETS, ids=str)
+@pytest.mark.parametrize("name", ["gradient.0", "gradient.1", "changed"])
+def test_a_batch_size_for_each_worker_repeats_the_global_batch_behind_an_update_that_is_applied(
+    name: str, reaches: Sequence[int], passes: int, tmp_path: Path
+) -> None:
+    """The group is smaller afterwards, and so would be its next global batch."""
+    job = Job(samples=48, batch=BatchSize(per_worker=2), updates=2, passes=passes, ledger=tmp_path)
+    ended = run_toys(4, [Breakage(1, name, 2, reaches), Breakage(3, "standing", 2)], job)
+    assert ended.dead == {1, 3}
+    np.testing.assert_array_equal(ended.results[0].weights, ended.results[2].weights)
+    check_ledger(job, tmp_path)
 
 
 @pytest.mark.parametrize("reaches", SUBSETS, ids=str)
@@ -726,7 +744,6 @@ def committing_every(steps: int) -> Callable[[Toy], Result]:
                         toy.engine.commit_explicitly()
 
         toy.train = train  # type: ignore[method-assign]
-        toy.explicit = True
         return Toy.run(toy)
 
     return script

@@ -100,7 +100,7 @@ class Replica:
 
 AGREEMENT = Agreement(
     frontier=Frontier(9, 1), holders=(), lacking=(), newcomers=(), generation=4, start=False, computed_by=3,
-    reenter=True, lost=(), survivors=(), size_before=3, consecutive=1, at_risk=0,
+    reenter=True, lost=(), survivors=(), size_before=3, consecutive=1, open_ranges=(), at_risk=0,
 )  # fmt: skip
 
 BEGINNING = Frontier(0, 0)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_ft.committer import Committer
-from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place
+from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place, Range
 from horovod_ft.events import Event, EventBus
 from horovod_ft.faults.inject import Injector
 from horovod_ft.faults.plan import Fault
@@ -220,10 +220,8 @@ class Toy:
         self.before_step: Callable[[Deal], None] = lambda deal: None
         self.original: Callable[[Deal], None] = self.body
         self.extra = Value()
-        self.explicit = False  # the script commits itself
         self._batches_summed = 0
         self._gradients = [0] * job.updates
-        self._at_risk = 0
 
     def _record(self, event: Event) -> None:
         self.events.append(event)
@@ -276,9 +274,7 @@ class Toy:
             epoch = self.cursor.epoch
             yield epoch
             if self.cursor.epoch == epoch:
-                self.cursor.taken = Place(epoch + 1, 0)
-                if not ((self.engine.stepping or self.explicit) and self.committer.open):
-                    self.cursor.commit()
+                self.cursor.begin_epoch(epoch + 1)
 
     def batches(self) -> Iterator[Deal]:
         epoch = self.cursor.epoch
@@ -289,7 +285,6 @@ class Toy:
                 return
             self.engine.begin()
             self.cursor.take(deal)
-            self._at_risk = deal.stop - deal.start
             self.ledger.dealt(self.steps + 1, deal)
             yield deal
 
@@ -318,13 +313,15 @@ class Toy:
     def discard(self) -> None:
         self._batches_summed = 0
         self._gradients = [0] * self.job.updates
-        self._at_risk = 0
 
     def accumulating(self) -> bool:
         return self._batches_summed > 0
 
-    def at_risk(self) -> int:
-        return self._at_risk
+    def open_ranges(self) -> tuple[Range, ...]:
+        return self.cursor.open_ranges()
+
+    def repeat(self, ranges: tuple[Range, ...]) -> None:
+        self.cursor.repeat(ranges)
 
     def regrouped(self, group: Group) -> None:
         self.calls.append("regrouped")

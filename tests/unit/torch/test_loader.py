@@ -44,15 +44,31 @@ class Seat:
         return self.group
 
 
+class Silent:
+    """Tracks a loader and commits nothing."""
+
+    def taking(self) -> None:
+        """Nothing to do."""
+
+    def taken(self, deal: Deal) -> None:
+        """Nothing to do."""
+
+
+def tracked(*args: Any, **kwargs: Any) -> Any:
+    loader: Any = ElasticDataLoader(*args, **kwargs)
+    loader.watcher = Silent()
+    return loader
+
+
 class Seats:
     """Makes loaders of the workers of one group, and moves them to the next group."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
 
-    def loader(self, seat: Seat, dataset: Any = None, **options: Any) -> ElasticDataLoader[Any]:
+    def loader(self, seat: Seat, dataset: Any = None, **options: Any) -> Any:
         self._patch.setattr(current(), "group", seat)
-        return ElasticDataLoader(Numbers() if dataset is None else dataset, **options)
+        return tracked(Numbers() if dataset is None else dataset, **options)
 
 
 @pytest.fixture
@@ -228,15 +244,20 @@ def test_set_epoch_goes_to_the_beginning_of_another_epoch_only() -> None:
 
 
 def test_the_beginning_of_an_epoch_is_committed_only_if_no_batch_is_open() -> None:
-    class Open(LoaderWatcher):
-        def open(self) -> bool:
-            return True
-
-    loader: Any = ElasticDataLoader(Numbers(4), 2)
-    loader.watcher = Open()
+    loader = tracked(Numbers(4), 2)
+    for _ in loader:
+        break
     loader.set_epoch(1)
     assert loader.cursor.taken == (1, 0)
     assert loader.cursor.committed == (0, 0)
+
+
+def test_without_anybody_who_tracks_the_loader_a_batch_is_used_up_once_it_is_taken() -> None:
+    loader: Any = ElasticDataLoader(Numbers(4), 2)
+    for _ in loader:
+        break
+    assert loader.cursor.committed == (0, 2)
+    assert loader.cursor.open_ranges() == ()
 
 
 def test_a_watcher_hears_of_each_batch_before_it_is_fetched_and_before_it_is_trained_on() -> None:
@@ -260,7 +281,7 @@ def test_a_watcher_hears_of_each_batch_before_it_is_fetched_and_before_it_is_tra
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_rolled_back_batch_comes_again(num_workers: int) -> None:
-    loader: Any = ElasticDataLoader(Numbers(12), 3, num_workers=num_workers)
+    loader = tracked(Numbers(12), 3, num_workers=num_workers)
     seen = []
     for batch in loader:
         seen.append(batch.tolist())
@@ -274,7 +295,7 @@ def test_a_rolled_back_batch_comes_again(num_workers: int) -> None:
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_the_last_batch_of_an_epoch_can_be_rolled_back(num_workers: int) -> None:
-    loader: Any = ElasticDataLoader(Numbers(4), 2, num_workers=num_workers)
+    loader = tracked(Numbers(4), 2, num_workers=num_workers)
     seen = []
     for batch in loader:
         seen.append(batch.tolist())
@@ -342,7 +363,7 @@ def test_no_sample_is_lost_or_repeated_over_all_ranks(
 def test_a_worker_without_a_share_computes_on_a_borrowed_sample_of_weight_zero(seats: Seats) -> None:
     deals: list[Deal] = []
 
-    class Watcher(LoaderWatcher):
+    class Watcher(Silent):
         def taken(self, deal: Deal) -> None:
             deals.append(deal)
 

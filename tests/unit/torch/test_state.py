@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 import horovod_ft.torch as hvd
+from horovod_ft.data import Range
 from horovod_ft.errors import ConfigurationError, UsageError
 from horovod_ft.membership.base import Group
 from horovod_ft.torch.elastic import ElasticDataLoader, ElasticSampler, TorchState
@@ -239,7 +240,21 @@ def test_weights_of_the_loaders_shares_reach_the_optimizer(monkeypatch: pytest.M
     for (x,) in state.loader:
         assert x.tolist() == [2.0]
         assert optimizer.ft_reducer.weight == pytest.approx(2 / 3)
-        assert state.at_risk() == 3
+        assert state.open_ranges() == ((0, 0, 3),)
+
+
+def test_global_batches_of_an_applied_update_are_dealt_again_as_they_were() -> None:
+    state: Any = TorchState(loader=ElasticDataLoader(TensorDataset(torch.arange(12.0)), batch_size=2))
+    state.repeat((Range(0, 0, 6),))
+    (first,) = next(iter(state.loader))
+    assert first.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert state.open_ranges() == ((0, 0, 6),)
+
+
+def test_without_a_loader_there_are_no_open_ranges() -> None:
+    state = TorchState(epoch=0)
+    state.repeat((Range(0, 0, 6),))
+    assert state.open_ranges() == ()
 
 
 # --- commit, restore, save, sync -------------------------------------------------------------------------------------
@@ -356,7 +371,7 @@ def test_a_tracked_loader_means_no_copy_of_the_weights() -> None:
 # --- what is tracked -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["step", "steps", "commit", "engine", "blocks", "open", "_names", "on_reset"])
+@pytest.mark.parametrize("name", ["step", "steps", "commit", "engine", "blocks", "repeat", "_names", "on_reset"])
 def test_a_name_that_the_state_uses_itself_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"uses the names \['{name}'\] itself"):
         TorchState(**{name: 1})

@@ -18,12 +18,11 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_ft.cli.check import Check, Ran, failed, ok, run, warning
-from horovod_ft.installation import REMEDY
+from horovod_ft.installation import GOES_ON, HOROVOD, REMEDY, stops_after_failure
 from horovod_ft.membership.sockets import SocketCutter
 
 Runner = Callable[..., Ran]
 
-HOROVOD = "0.28.1"
 OLDEST_PYTHON = (3, 10)
 #: Module -> oldest version that horovod_ft is made for.
 OLDEST = {"torch": (2, 3), "tensorflow": (2, 16), "keras": (3, 3)}
@@ -115,8 +114,10 @@ def leading(version: str) -> tuple[int, ...]:
 def check_horovod(version: str | None) -> Check:
     if version is None:
         return failed("Horovod", "not installed", REMEDY)
-    if version != HOROVOD:
+    if version.split("+")[0] != HOROVOD:
         return failed("Horovod", f"{version}; horovod_ft is made for {HOROVOD}", REMEDY)
+    if not stops_after_failure(version):
+        return warning("Horovod", f"{version}: {GOES_ON}", REMEDY)
     return ok("Horovod", version)
 
 

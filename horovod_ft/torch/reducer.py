@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import horovod.torch as hvd
@@ -114,7 +115,8 @@ class GradientReducer:
             bucket = self._bucket_of[slot]
             bucket.ready += 1
             if bucket.ready == len(bucket.slots):
-                self._submit(bucket)
+                with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # enabled by create_graph=True
+                    self._submit(bucket)
 
     @torch.no_grad()
     def set_weight(self, weight: float) -> None:
@@ -153,7 +155,6 @@ class GradientReducer:
         """Some backward passes are done, and none of their gradients has been handed over yet."""
         return self.passes > 1 and self._ready == 0 and any(0 < slot.left < self.passes for slot in self._slots)
 
-    @torch.no_grad()
     def _submit(self, bucket: Bucket) -> None:
         if self.probe is not None:
             self.probe(self._handed_over())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from importlib import metadata
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,6 +13,7 @@ from horovod_ft.errors import ConfigurationError, UsageError
 from horovod_ft.events import EventBus, EventWriter
 from horovod_ft.faults.inject import Injector
 from horovod_ft.faults.plan import Fault, parse_plan
+from horovod_ft.installation import GOES_ON, stops_after_failure
 from horovod_ft.ledger import Ledger
 from horovod_ft.membership.base import Group, Membership
 from horovod_ft.membership.driver import DriverMembership
@@ -18,6 +21,8 @@ from horovod_ft.membership.static import StaticMembership
 from horovod_ft.policy import parse_policy
 from horovod_ft.settings import Settings
 from horovod_ft.torch.binding import TorchBinding
+
+log = logging.getLogger("horovod_ft")
 
 
 class Runtime:
@@ -69,6 +74,8 @@ def init(*args: Any, **kwargs: Any) -> None:
     group = runtime.membership.start()
     runtime.bus.position.rank, runtime.bus.position.size = group.rank, group.size
     runtime.bus.emit("init")
+    if settings.elastic and group.rank == 0 and not stops_after_failure(metadata.version("horovod")):
+        log.warning("horovod_ft: %s", GOES_ON)
     _Process.runtime = runtime
 
 

@@ -46,21 +46,29 @@ class Slot:
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has shape, dtype, device and memory order of the parameter, and no holes."""
-        parameter = self.parameter
+        like = self.parameter
         if (
-            tensor.layout != torch.strided
-            or (tensor.shape, tensor.dtype, tensor.device) != (parameter.shape, parameter.dtype, parameter.device)
+            tensor.layout is not torch.strided
+            or tensor.dtype is not like.dtype
+            or tensor.shape != like.shape
+            or tensor.device != like.device
         ):
             return False
-        strides = parameter.stride()
+        strides = like.stride()
         if strides != self._strides:  # a model can be moved to another memory format after its optimizer was made
-            self._strides, self._dense = strides, torch.empty_like(parameter, device="meta").stride()
-        both = zip(tensor.shape, tensor.stride(), self._dense, strict=True)
-        return all(have == want for length, have, want in both if length != 1)
+            self._strides, self._dense = strides, torch.empty_like(like, device="meta").stride()
+        have = tensor.stride()
+        return have == self._dense or all(
+            one == other for length, one, other in zip(tensor.shape, have, self._dense, strict=True) if length != 1
+        )
 
     def look(self) -> None:
         """See whether the gradient is sparse. A missing one is what the last one was: the other workers have some."""
-        seen = [part for part in (self.parameter.grad, self.carried) if part is not None]
+        gradient = self.parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            self.sparse = 0
+            return
+        seen = [part for part in (gradient, self.carried) if part is not None]
         if seen:
             self.sparse = seen[0].sparse_dim() if all(part.is_sparse for part in seen) else 0
 

@@ -144,6 +144,7 @@ class Engine:
         """Wait until every worker's training function has returned; False if it has to run once more."""
         while True:
             try:
+                self._changed()  # nobody joins any more
                 self.membership.comm.allgather_object(None, "finish")
                 return True
             except self.membership.failure_types as error:
@@ -201,7 +202,7 @@ class Engine:
         self.begin()
         if self._pending is None:
             try:
-                self._pending = self.membership.comm.any_async(self.membership.changed())
+                self._ask_for_changes()
             except self.membership.failure_types as error:
                 self.note(error)
 
@@ -230,13 +231,22 @@ class Engine:
         try:
             self.injector.at("commit", self.committer.frontier.step + 1)
             self.commit()
-            pending, self._pending = self._pending, None
-            changed = pending is not None and pending.result()
+            changed = self._changed()
+            if not changed:
+                self._ask_for_changes()  # and look at the answer when the next step ends: nobody waits for it
         except self.membership.failure_types as error:
             self.recover(error, Resume.IN_PLACE)
             return
         if changed:
             self._resize(Resume.IN_PLACE)
+
+    def _ask_for_changes(self) -> None:
+        self._pending = self.membership.comm.any_async(self.membership.changed())
+
+    def _changed(self) -> bool:
+        """Whether any worker heard of a change before it was asked last. Blocks until that is known."""
+        pending, self._pending = self._pending, None
+        return pending is not None and pending.result()
 
     def commit(self) -> None:
         """Make the open step final. Never blocks."""
@@ -267,7 +277,11 @@ class Engine:
 
     def check_for_changes(self) -> None:
         """Blocks for one small collective; see ``commit_explicitly``."""
-        if self.running and self.membership.comm.any_async(self.membership.changed()).result():
+        if not self.running:
+            return
+        heard = self._changed()  # a question that ``step`` has left open
+        self._ask_for_changes()
+        if self._changed() or heard:
             raise HostsChanged
 
     # --- when the group changes ------------------------------------------------------------------------------------

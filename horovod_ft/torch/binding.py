@@ -12,10 +12,9 @@ import torch
 
 from horovod_ft.errors import RecoveryTimeoutError
 from horovod_ft.membership.base import Bytes
+from horovod_ft.torch.handles import wait
 
 PREFIX = "horovod_ft."
-#: How long a wait polls without sleeping: a collective of a few bytes takes less.
-SPIN_S = 0.0005
 
 
 class TorchBinding:
@@ -76,21 +75,17 @@ class TorchBinding:
         return TorchPending(hvd.allreduce_async_(self._flag, name=PREFIX + "changed", op=hvd.Sum))
 
     def wait(self, handle: int, what: str) -> Any:
-        """Wait for a handle without burning a core.
+        """Wait for a handle.
 
         Raises:
             RecoveryTimeoutError: nothing after ``timeout_s``.
         """
-        began = time.monotonic()
-        while not hvd.poll(handle):
-            waited = time.monotonic() - began
-            if waited > self._timeout_s:
-                raise RecoveryTimeoutError(
-                    f"waited {waited:.0f} s for {what}: a worker of the group is alive but does not take part. Does "
-                    "every worker run the same script, with no collective between hvd.init() and the training function?"
-                )
-            if waited > SPIN_S:
-                time.sleep(SPIN_S)
+        if not wait(handle, time.monotonic() + self._timeout_s):
+            raise RecoveryTimeoutError(
+                f"waited {self._timeout_s:.0f} s for {what}: a worker of the group is alive but does not take part. "
+                "Does every worker run the same script, with no collective between hvd.init() and the training "
+                "function? If one is only slow, raise HOROVOD_FT_TIMEOUT"
+            )
         return hvd.synchronize(handle)
 
     def _allgather(self, tensor: torch.Tensor, name: str, what: str) -> torch.Tensor:
@@ -105,4 +100,5 @@ class TorchPending:
         self._handle = handle
 
     def result(self) -> bool:
+        wait(self._handle)
         return bool(hvd.synchronize(self._handle).item())

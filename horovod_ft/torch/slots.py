@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -10,12 +9,10 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch import mpi_ops
 from torch.utils.hooks import RemovableHandle
 
 from horovod_ft.errors import ConfigurationError
-
-POLL_S = 0.0005
+from horovod_ft.torch.handles import wait
 
 
 class Slot:
@@ -131,7 +128,7 @@ class Bucket:
         if self.outputs is not None:
             return
         try:
-            outputs = [hvd.synchronize(handle) for handle in self.handles]
+            outputs = [hvd.synchronize(handle) for handle in self.handles if wait(handle)]
             if any(output is None for output in outputs):  # Horovod's answer to a handle that it does not know
                 raise hvd.HorovodInternalError("the wait for a gradient was cut short, and its reduction is lost")
             self.outputs = outputs
@@ -141,12 +138,7 @@ class Bucket:
 
     def poll(self, deadline: float) -> bool:
         """Wait until Horovod is through with all handles, well or not; False if it was not before the deadline."""
-        for handle in self.handles or ():
-            while handle in mpi_ops._handle_map and not hvd.poll(handle):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(POLL_S)
-        return True
+        return all(wait(handle, deadline) for handle in self.handles or ())
 
     def end(self, deadline: float) -> None:
         """The group broke: wait as ``poll`` does, and keep the outputs if they are whole."""

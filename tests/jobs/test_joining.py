@@ -43,11 +43,11 @@ def test_a_newcomer_is_equal_to_the_others(tmp_path: Path, optimizer: str) -> No
     check_sound(outcome, {0, 1, 2})
     check_like_reference(outcome)
     assert outcome.results[0].scalars["size"] == 3
-    assert [event.step for event in outcome.kinds("joined")] == [5]
+    assert [event.step for event in outcome.kinds("joined")] == [6]
 
 
 def test_a_newcomer_takes_over_the_running_statistics_of_rank_zero(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, workers=2, during=add_a_worker, model="batchnorm", hold_before=18)
+    outcome = run_job(tmp_path, workers=2, during=add_a_worker, model="batchnorm", hold_before=17)
     check_sound(outcome, {0, 1, 2})
     zero, newcomer = (
         next(result for result in outcome.results if result.scalars["rank"] == rank) for rank in (0, 2)
@@ -56,7 +56,7 @@ def test_a_newcomer_takes_over_the_running_statistics_of_rank_zero(tmp_path: Pat
 
 
 def test_the_holder_dies_while_a_newcomer_receives_the_state(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, [fault(0, 6, "transfer")], workers=2, during=add_a_worker, hold_before=5)
+    outcome = run_job(tmp_path, [fault(0, 7, "transfer")], workers=2, during=add_a_worker, hold_before=5)
     check_sound(outcome, {1, 2})
     check_like_reference(outcome)
 
@@ -81,7 +81,7 @@ def test_layers_that_depend_on_the_split_go_on_as_after_a_graceful_removal(tmp_p
     killed = run_job(tmp_path / "killed", [fault(1, 6, "allreduce", after=0)], model=model)
     check_sound(killed, {0, 2})
     assert recovered_at(killed) == [(5, 2)]
-    removed = run_job(tmp_path / "removed", during=remove_worker_one, model=model, hold_before=5)
+    removed = run_job(tmp_path / "removed", during=remove_worker_one, model=model, hold_before=4)
     check_sound(removed, {0, 2})
     for result in killed.results:
         check_close(result.arrays, same_worker(removed, result.worker))

@@ -353,10 +353,11 @@ def announcing(before_step: int, newcomers: int = 1) -> Callable[[Toy], None]:
     return prepare
 
 
-@pytest.mark.parametrize("step", [1, 4, 5, STEPS])
-def test_newcomers_join_at_the_end_of_the_step(step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "step"), [(1, 1), (4, 5), (5, 6), (STEPS - 1, STEPS)])
+def test_newcomers_join_a_step_after_they_were_announced(before: int, step: int, tmp_path: Path) -> None:
+    """Workers ask each other for news at the end of a step, and look at the answers at the end of the next."""
     job = Job(ledger=tmp_path)
-    ended = run_toys(2, job=job, prepare=announcing(step, 2))
+    ended = run_toys(2, job=job, prepare=announcing(before, 2))
     check_like_no_failure(ended, job)
     assert sorted(ended.results) == [0, 1, 2, 3]
     assert [event.step for event in ended.events(3, "joined")] == [step]

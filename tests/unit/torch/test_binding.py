@@ -10,6 +10,7 @@ import pytest
 
 import horovod_ft.torch as hvd
 from horovod_ft.errors import RecoveryTimeoutError
+from horovod_ft.torch import handles
 from horovod_ft.torch.binding import TorchBinding
 
 
@@ -62,7 +63,7 @@ def test_objects_of_several_workers_are_told_apart(
 
 
 def test_a_wait_without_end_names_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod.torch, "poll", lambda _: False)
+    monkeypatch.setattr(handles, "done", lambda _: False)
     binding = TorchBinding(timeout_s=0.002)
     with pytest.raises(RecoveryTimeoutError, match="for the agreement: a worker of the group is alive but does not"):
         binding.wait(0, "the agreement")
@@ -72,7 +73,6 @@ def test_a_failed_wait_raises_the_failure(binding: TorchBinding, monkeypatch: py
     def broken(_: int) -> None:
         raise hvd.HorovodInternalError("the peer is gone")
 
-    monkeypatch.setattr(horovod.torch, "poll", lambda _: True)
     monkeypatch.setattr(horovod.torch, "synchronize", broken)
     with pytest.raises(binding.failure_types, match="the peer is gone"):
         binding.wait(0, "the agreement")

@@ -79,6 +79,6 @@ def compare(stock: Work, ours: Work, *, seconds: float, block_s: float, least: i
     for work in (stock, ours):
         block(work, 3)
     once = max(block(work, 3) / 3 for work in (stock, ours))
-    repeats = max(2, round(block_s / once))
+    repeats = max(1, round(block_s / once))
     count = max(least, round(seconds / (2 * repeats * once)))
     return Pairs(repeats, *alternate(stock, ours, lambda work: block(work, repeats), count))

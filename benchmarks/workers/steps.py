@@ -22,7 +22,7 @@ import horovod_ft.torch as hvd
 from benchmarks.workers.models import SHAPES, Training
 from benchmarks.workers.pairs import Work, block, compare
 
-BLOCK_S = 1.0
+BLOCK_S = 0.2
 PROFILED_STEPS = 60
 
 

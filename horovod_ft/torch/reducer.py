@@ -180,15 +180,16 @@ class GradientReducer:
     def _submit_dense(self, bucket: Bucket) -> None:
         assert bucket.handles is not None
         members = bucket.members
-        inputs, outputs = zip(*(self._wires(slot) for slot in members), strict=True)
         name = self.prefix + members[0].name
         # Horovod's public functions either reduce in place or allocate an output in every call. Their common core takes
         # an output; Horovod's last release is from 2023, so its private names do not move any more.
         if len(members) == 1:
+            tensor, output = self._wires(members[0])
             handle = mpi_ops._allreduce_async(
-                inputs[0], outputs[0], name, self._op, process_set=hvd.global_process_set, **self._scales
+                tensor, output, name, self._op, process_set=hvd.global_process_set, **self._scales
             )
         else:
+            inputs, outputs = zip(*(self._wires(slot) for slot in members), strict=True)
             handle = mpi_ops._grouped_allreduce_async(
                 list(inputs), list(outputs), name, self._op, process_set=hvd.global_process_set, **self._scales
             )

@@ -68,7 +68,6 @@ class TorchState(State):  # type: ignore[misc]
         for name, value in tracked.items():
             object.__setattr__(self, name, value)
         self._names = _Names(tracked)
-        self._deal: Deal | None = None
         self._replica = TorchReplica(lambda: self._named(torch.nn.Module), lambda: self._named(torch.optim.Optimizer))
         self._only_loader()
         self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)

@@ -1,8 +1,8 @@
-"""``horovodrun``, except that it does not import TensorFlow to find out what Horovod was built for: 2 s less a job."""
+"""``horovodrun``, without looking for what Horovod was built for: that imports TensorFlow and torch, 4 s a job."""
 
-import sys
 from importlib import import_module
 
 if __name__ == "__main__":
-    sys.modules["tensorflow"] = None  # type: ignore[assignment]
-    import_module("horovod.runner.launch").run_commandline()
+    launch = import_module("horovod.runner.launch")
+    vars(launch)["gloo_built"] = lambda verbose=False: True
+    launch.run_commandline()

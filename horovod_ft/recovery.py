@@ -118,6 +118,7 @@ class Engine:
         self._policy = policy
         self.membership.watch()
         self.running = True
+        self._keep_open_work()
         try:
             self._assemble(Resume.REENTER, failed=False, formed=True)
             self._bus.emit("started")
@@ -276,13 +277,21 @@ class Engine:
         self.check_for_changes()
 
     def check_for_changes(self) -> None:
-        """Blocks for one small collective; see ``commit_explicitly``."""
+        """Like ``commit_explicitly``, without the commit: if workers come or go, all go back to the last one."""
         if not self.running:
             return
         heard = self._changed()  # a question that ``step`` has left open
         self._ask_for_changes()
         if self._changed() or heard:
             raise HostsChanged
+
+    def _keep_open_work(self) -> None:
+        """Of a run that has ended: the next one goes on with it, not with the last explicit commit."""
+        if not self.committer.open or self.stepping:
+            return
+        if self._trainee.open_ranges():
+            self.commit()  # with its samples it is a step
+        self.committer.save()
 
     # --- when the group changes ------------------------------------------------------------------------------------
 

@@ -121,9 +121,7 @@ class TorchState(State):  # type: ignore[misc]
     def save(self) -> None:
         """Remember everything, as ``commit`` does, without looking for workers that come or go. Never blocks."""
         self._snapshot.enabled = True
-        for part in self._committer.parts:
-            part.commit()
-            part.begin()
+        self._committer.save()
 
     def restore(self) -> None:
         """Go back to the last ``commit`` or ``save``. Never blocks."""

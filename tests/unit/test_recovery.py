@@ -665,6 +665,24 @@ def test_a_state_can_be_run_again_and_goes_on_where_it_is() -> None:
     assert ended.results[0].group.generation == 1
 
 
+def test_a_second_run_begins_with_what_the_first_has_left_and_not_with_its_last_commit() -> None:
+    def halves(toy: Toy) -> Result:
+        deals = toy.batches()
+
+        def half() -> None:
+            for _ in range(2):
+                toy.body(next(deals))
+
+        toy.engine.run(toy.policy, half)
+        left = toy.weights.copy()
+        toy.engine.run(toy.policy, lambda: np.testing.assert_array_equal(toy.weights, left))
+        return Result(toy.weights, toy.steps, toy.schedule.value, toy.cursor.committed, toy.membership.group)
+
+    ended = run_toys(2, script=halves)
+    assert {result.place for result in ended.results.values()} == {(0, 12)}
+    assert {result.schedule for result in ended.results.values()} == {2}
+
+
 def test_a_failure_that_is_over_is_not_held_against_a_second_run() -> None:
     def twice(toy: Toy) -> Result:
         Toy.run(toy)

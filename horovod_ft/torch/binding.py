@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -12,6 +13,7 @@ import torch
 
 from horovod_ft.errors import RecoveryTimeoutError
 from horovod_ft.membership.base import Bytes
+from horovod_ft.membership.threads import ThreadWatch
 from horovod_ft.torch.handles import wait
 
 PREFIX = "horovod_ft."
@@ -33,10 +35,17 @@ class TorchBinding:
         # Eight bytes, the size of Horovod's own control words: after a failure a worker can receive one for the other,
         # and Gloo ends a process that receives more than it waits for. See ``installation.stops_after_failure``.
         self._flag = torch.zeros(1, dtype=torch.int64)
+        self._threads = ThreadWatch()
 
     def init(self) -> None:
         arguments, options = self._arguments
+        self._threads.forming()
         hvd.init(*arguments, **options)
+        self._threads.formed()
+
+    def stopped(self) -> bool:
+        """Horovod has stopped by itself, because the group broke: what it has not answered it never will."""
+        return self._threads.stopped()
 
     def shutdown(self) -> None:
         hvd.shutdown()
@@ -72,7 +81,8 @@ class TorchBinding:
 
     def any_async(self, flag: bool) -> TorchPending:
         self._flag.fill_(flag)
-        return TorchPending(hvd.allreduce_async_(self._flag, name=PREFIX + "changed", op=hvd.Sum))
+        handle = hvd.allreduce_async_(self._flag, name=PREFIX + "changed", op=hvd.Sum)
+        return TorchPending(handle, self.stopped)
 
     def wait(self, handle: int, what: str) -> Any:
         """Wait for a handle.
@@ -80,7 +90,7 @@ class TorchBinding:
         Raises:
             RecoveryTimeoutError: nothing after ``timeout_s``.
         """
-        if not wait(handle, time.monotonic() + self._timeout_s):
+        if not wait(handle, time.monotonic() + self._timeout_s, self.stopped):
             raise RecoveryTimeoutError(
                 f"waited {self._timeout_s:.0f} s for {what}: a worker of the group is alive but does not take part. "
                 "Does every worker run the same script, with no collective between hvd.init() and the training "
@@ -96,9 +106,10 @@ class TorchBinding:
 class TorchPending:
     """A flag that is being summed over all workers."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, stopped: Callable[[], bool]) -> None:
         self._handle = handle
+        self._stopped = stopped
 
     def result(self) -> bool:
-        wait(self._handle)
+        wait(self._handle, stopped=self._stopped)
         return bool(hvd.synchronize(self._handle).item())

@@ -20,6 +20,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from horovod_ft.errors import UsageError
+from horovod_ft.torch.handles import unknown
 from horovod_ft.torch.slots import Bucket, Slot, flat, grouped, hooked, kept_or_new, remove, trainable
 
 #: Bound of the wait for outstanding handles of a broken group; they end as soon as Horovod's thread has noticed.
@@ -43,6 +44,7 @@ class GradientReducer:
         weight: factor for this worker's gradients (``Deal.weight``); 1.0 without a tracked loader.
         probe: called with the number of gradients handed over so far, before the next; None outside of fault plans.
         on_failure: told once when the group breaks; the user's code may catch the exception that follows.
+        stopped: as in ``handles.wait``.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class GradientReducer:
         self.weight = 1.0
         self.probe: Callable[[int], None] | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
+        self.stopped: Callable[[], bool] = unknown
         self.passes = passes
         self.synchronized = False
         self._compression = compression
@@ -305,7 +308,7 @@ class GradientReducer:
                 self._submit(bucket)
         try:
             for bucket in self._submitted:
-                bucket.collect()
+                bucket.collect(self.stopped)
         except BaseException as error:
             self._note(error)
             raise
@@ -334,7 +337,7 @@ class GradientReducer:
             if seen >= count:
                 return
             seen += len(bucket.members)
-            bucket.poll(time.monotonic() + DRAIN_S)
+            bucket.poll(time.monotonic() + DRAIN_S, self.stopped)
 
     def drain(self) -> tuple[int, int]:
         """The group broke: wait until Horovod holds no tensor any more. Returns gradients reduced, and handed over."""
@@ -342,7 +345,7 @@ class GradientReducer:
             self._failure = hvd.HorovodInternalError("the group broke outside of the reduction")
         deadline = time.monotonic() + DRAIN_S
         for bucket in self._submitted:
-            bucket.end(deadline)
+            bucket.end(deadline, self.stopped)
         done = sum(len(bucket.members) for bucket in self._submitted if bucket.outputs is not None)
         return done, self._handed_over()
 

@@ -39,9 +39,9 @@ class Runtime:
             self.bus.subscribe(EventWriter(settings.events, worker))
         self.ledger = Ledger(settings.ledger, worker)
         self.injector = Injector(faults, settings.start_rank, settings.host, self.bus)
-        binding = TorchBinding(settings.timeout_s, *arguments, **options)
+        self.binding = TorchBinding(settings.timeout_s, *arguments, **options)
         self.membership: Membership = (
-            DriverMembership(binding, settings.timeout_s) if settings.elastic else StaticMembership(binding)
+            DriverMembership(self.binding, settings.timeout_s) if settings.elastic else StaticMembership(self.binding)
         )
 
     def group(self) -> Group:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from horovod_ft.errors import ConfigurationError
-from horovod_ft.torch.handles import wait
+from horovod_ft.torch.handles import done, unknown, wait
 
 
 class Slot:
@@ -118,8 +118,11 @@ class Bucket:
         self.failed = False
         self.finish: Callable[[list[Any]], None] | None = None
 
-    def collect(self) -> None:
+    def collect(self, stopped: Callable[[], bool] = unknown) -> None:
         """Wait for the outputs; they can be waited for again.
+
+        Args:
+            stopped: as in ``handles.wait``.
 
         Raises:
             HorovodInternalError: the group broke.
@@ -128,7 +131,7 @@ class Bucket:
         if self.outputs is not None:
             return
         try:
-            outputs = [hvd.synchronize(handle) for handle in self.handles if wait(handle)]
+            outputs = [hvd.synchronize(handle) for handle in self.handles if wait(handle, stopped=stopped)]
             if any(output is None for output in outputs):  # Horovod's answer to a handle that it does not know
                 raise hvd.HorovodInternalError("the wait for a gradient was cut short, and its reduction is lost")
             self.outputs = outputs
@@ -136,25 +139,27 @@ class Bucket:
             self.failed = True
             raise
 
-    def poll(self, deadline: float) -> bool:
+    def poll(self, deadline: float, stopped: Callable[[], bool] = unknown) -> bool:
         """Wait until Horovod is through with all handles, well or not; False if it was not before the deadline."""
-        return all(wait(handle, deadline) for handle in self.handles or ())
+        with suppress(hvd.HorovodInternalError):  # it has stopped, and touches nothing any more
+            return all(wait(handle, deadline, stopped) for handle in self.handles or ())
+        return True
 
-    def end(self, deadline: float) -> None:
+    def end(self, deadline: float, stopped: Callable[[], bool] = unknown) -> None:
         """The group broke: wait as ``poll`` does, and keep the outputs if they are whole."""
-        if not self.poll(deadline):
+        if not self.poll(deadline, stopped):
             self.failed = True
             for slot in self.slots:
                 slot.forget_memory()
         elif self.outputs is None and not self.failed:
             with suppress(hvd.HorovodInternalError, ValueError):
-                self.collect()
+                self.collect(stopped)
         elif self.failed:
             self._forget_handles()
 
     def _forget_handles(self) -> None:
         """Horovod keeps what belongs to a handle until somebody has waited for it."""
-        for handle in self.handles or ():
+        for handle in filter(done, self.handles or ()):
             with suppress(hvd.HorovodInternalError, ValueError):
                 hvd.synchronize(handle)
 

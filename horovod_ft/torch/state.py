@@ -251,6 +251,8 @@ class TorchState(State):  # type: ignore[misc]
         """Let what is tracked, and may be a replacement, tell this state what it does."""
         if isinstance(value, Distributed):
             value.ft_gate = self
+            value.ft_reducer.on_failure = self.engine.note
+            value.ft_reducer.stopped = current().binding.stopped
         elif isinstance(value, ElasticDataLoader):
             value.watcher = self
             current().ledger.describe(length=value.cursor.order.length, drop_last=value.cursor.drop_last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -61,7 +62,8 @@ def main(config: Config) -> None:
                     if config.disagree_at == state.steps + 1:
                         fall_behind(Path(config.folder))
                     if state.batches % config.passes == 0:
-                        scaler.step(optimizer)
+                        with contextlib.suppress(RuntimeError) if config.swallow else contextlib.nullcontext():
+                            scaler.step(optimizer)
                         scaler.update()
                         scheduler.step()
                 if config.disagree_at == state.steps:

@@ -35,3 +35,23 @@ def test_a_wait_that_reaches_its_bound_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(handles, "done", looks.append)
     assert not handles.wait(7, deadline=0.0)
     assert set(looks) == {7}
+
+
+def test_a_wait_ends_when_horovod_has_stopped_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "done", lambda _: False)
+    monkeypatch.setattr(handles, "ASK_S", 0.0)
+    with pytest.raises(hvd.HorovodInternalError, match="Horovod has stopped"):
+        handles.wait(7, stopped=lambda: True)
+
+
+def test_an_answer_that_came_before_the_stop_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = False
+
+    def stopped() -> bool:
+        nonlocal answered
+        answered = True
+        return True
+
+    monkeypatch.setattr(handles, "done", lambda _: answered)
+    monkeypatch.setattr(handles, "ASK_S", 0.0)
+    assert handles.wait(7, stopped=stopped)

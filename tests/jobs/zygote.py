@@ -11,6 +11,7 @@ the fork.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -135,6 +136,7 @@ def main() -> None:
     path, ready = sys.argv[1], int(sys.argv[2])
     for module in PRELOADED:
         __import__(module)
+    gc.freeze()  # so that a collection in a fork does not touch, and thereby copy, what all share
     server = _Server(path)
     os.write(ready, b"x")
     os.close(ready)

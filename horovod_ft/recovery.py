@@ -291,7 +291,8 @@ class Engine:
             return
         if self._trainee.open_ranges():
             self.commit()  # with its samples it is a step
-        self.committer.save()
+        else:
+            self.committer.save()
 
     # --- when the group changes ------------------------------------------------------------------------------------
 

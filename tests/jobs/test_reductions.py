@@ -1,4 +1,4 @@
-"""What the engine takes for granted of Horovod: a reduction that a failure has touched fails, and nobody aborts or hangs.
+"""What the engine takes for granted of Horovod: a reduction that a failure has touched fails; nobody aborts or hangs.
 
 Horovod as released does not keep to it; ``scripts/build_horovod.py`` says why and mends it. There, one kill in ten
 or so ends a survivor, or gives it a wrong sum for a right one.

@@ -6,7 +6,7 @@ for the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from typing import NamedTuple
 from horovod_ft.committer import Frontier
 from horovod_ft.data import Range
 from horovod_ft.errors import DivergenceError, RecoveryError
-from horovod_ft.membership.base import Collectives
+from horovod_ft.membership.base import Collectives, Group
+from horovod_ft.policy import Costs, Failure
 
 
 class Resume(Enum):
@@ -23,6 +24,45 @@ class Resume(Enum):
     IN_PLACE = "in place"  # inside its training loop
     REENTER = "reenter"  # at the top of the training function
     FINISHING = "finishing"  # its training function has returned
+
+
+class Gradients(NamedTuple):
+    """What one worker has of the update that failed, at the moment when all its local gradients are computed.
+
+    Attributes:
+        update: says which update it is; equal on all workers in the same one.
+        done: for each reduction of the update, in an order that is equal on all workers, whether it is here.
+        elements: for each of them, how many numbers it has.
+        weight: of this worker's share of the mini-batch; 1.0 if all shares are equal.
+    """
+
+    update: str
+    done: tuple[bool, ...]
+    elements: tuple[int, ...]
+    weight: float
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far the group came in the update that failed: the gradient frontiers of its workers, merged.
+
+    Attributes:
+        holders: for each reduction the lowest rank that has its result, None if nobody does.
+        elements: as in Gradients.
+        weights: of the workers' shares, by rank.
+        shared_by: the group that the mini-batch was dealt to; as rank 0 of the new group was in it.
+        gone: ranks, in that group, of those who are not left.
+    """
+
+    holders: tuple[int | None, ...]
+    elements: tuple[int, ...]
+    weights: tuple[float, ...]
+    shared_by: Group
+    gone: tuple[int, ...]
+
+    @property
+    def elements_done(self) -> int:
+        return sum(size for size, holder in zip(self.elements, self.holders, strict=True) if holder is not None)
 
 
 class Standing(NamedTuple):
@@ -38,6 +78,11 @@ class Standing(NamedTuple):
         schema: hash of names, shapes and dtypes of its state.
         consecutive: its failures since its last commit; 0 if it comes to this group without one.
         open_ranges: the global batches of its open step.
+        shared_by: the last group in which it had the state of all, and as which of them: its batch was dealt there.
+        phase: where it was when the group broke, as in ``policy.Failure``.
+        gradients: what it has of an update that failed; or why it cannot finish that update.
+        ages_s: seconds since each earlier failure that it remembers, newest first.
+        step_s, reduction_s: how long a step takes, and how much of that it waits for gradients; 0.0 if not known yet.
     """
 
     frontier: Frontier
@@ -51,6 +96,12 @@ class Standing(NamedTuple):
     schema: str
     consecutive: int
     open_ranges: tuple[Range, ...]
+    shared_by: Group
+    phase: str
+    gradients: Gradients | str
+    ages_s: tuple[float, ...]
+    step_s: float
+    reduction_s: float
 
     @property
     def sound(self) -> bool:
@@ -77,6 +128,11 @@ class Agreement:
         consecutive: the largest over the workers.
         open_ranges: of the holders, if an update of the open step is applied: its replay must cover the same samples.
         at_risk: samples in the open step; the most over the workers.
+        phases: of the survivors, in the order of their ranks in the previous group.
+        reach: how far the update came that all workers are in; None if they are not in the same one.
+        closed: why the mini-batch cannot be carried forward; empty if it can.
+        ages_s: as in Standing, of the survivor who remembers most.
+        step_s, reduction_s: as in Standing, the largest.
     """
 
     frontier: Frontier
@@ -93,6 +149,12 @@ class Agreement:
     consecutive: int
     open_ranges: tuple[Range, ...]
     at_risk: int
+    phases: tuple[str, ...] = ()
+    reach: Reach | None = None
+    closed: str = ""
+    ages_s: tuple[float, ...] = ()
+    step_s: float = 0.0
+    reduction_s: float = 0.0
 
 
 def conclude(standings: Sequence[Standing]) -> Agreement:
@@ -114,7 +176,9 @@ def conclude(standings: Sequence[Standing]) -> Agreement:
     newest = max(standings[rank].frontier for rank in sound)
     holders = tuple(rank for rank in sound if standings[rank].frontier == newest)
     previous = max(standings, key=lambda standing: standing.generation)
-    survivors = tuple(standing.rank for standing in standings if standing.generation == previous.generation)
+    those_left = [standing for standing in standings if standing.generation == previous.generation]
+    survivors = tuple(standing.rank for standing in those_left)
+    reach = _reach(standings, holders, fresh)
     return Agreement(
         frontier=newest,
         holders=holders,
@@ -130,11 +194,90 @@ def conclude(standings: Sequence[Standing]) -> Agreement:
         consecutive=max(standing.consecutive for standing in standings),
         open_ranges=standings[holders[0]].open_ranges if newest.updates else (),
         at_risk=max(_samples(standing.open_ranges) for standing in standings),
+        phases=() if start else tuple(standing.phase for standing in those_left),
+        reach=reach if isinstance(reach, Reach) else None,
+        closed=reach if isinstance(reach, str) else "",
+        ages_s=max((standing.ages_s for standing in those_left), key=len),
+        step_s=max(standing.step_s for standing in standings),
+        reduction_s=max(standing.reduction_s for standing in standings),
     )
+
+
+def _reach(standings: Sequence[Standing], holders: Sequence[int], newcomers: Sequence[int]) -> Reach | str:
+    """The merged frontiers; or why the update cannot be finished."""
+    if newcomers:
+        return f"worker {newcomers[0]} has just joined and has no part of the mini-batch"
+    behind = [rank for rank in range(len(standings)) if rank not in holders]
+    if behind:
+        return f"worker {behind[0]} is behind worker {holders[0]}, who has finished that update"
+    frontiers = []
+    for rank, standing in enumerate(standings):
+        if isinstance(standing.gradients, str):
+            return f"worker {rank} {standing.gradients}"
+        frontiers.append(standing.gradients)
+    first = frontiers[0]
+    for rank, one in enumerate(frontiers):
+        if (one.update, one.elements) != (first.update, first.elements):
+            return f"worker {rank} is in another update ({one.update}) than worker 0 ({first.update})"
+    if sum(one.weight for one in frontiers) == 0:
+        return "no survivor has a share of the mini-batch"
+    shared_by = standings[0].shared_by
+    strangers = [rank for rank, one in enumerate(standings) if one.shared_by.generation != shared_by.generation]
+    if strangers:
+        return f"worker {strangers[0]} got its share of the mini-batch in another group than worker 0"
+    return Reach(
+        holders=tuple(next(_who(frontiers, index), None) for index in range(len(first.done))),
+        elements=first.elements,
+        weights=tuple(one.weight for one in frontiers),
+        shared_by=shared_by,
+        gone=tuple(sorted(set(range(shared_by.size)) - {standing.shared_by.rank for standing in standings})),
+    )
+
+
+def _who(frontiers: Sequence[Gradients], index: int) -> Iterator[int]:
+    """The ranks that have the result of a reduction."""
+    return (rank for rank, one in enumerate(frontiers) if one.done[index])
 
 
 def _samples(ranges: Sequence[Range]) -> int:
     return sum(stop - start for _, start, stop in ranges)
+
+
+def failure_of(agreement: Agreement, size: int) -> Failure:
+    """What the policy is asked about: the failure as the group sees it that has formed after it.
+
+    Args:
+        size: of the new group.
+    """
+    reach = agreement.reach or Reach((), (), (), Group(0, 1), ())
+    elements = sum(reach.elements)
+    missing = elements - reach.elements_done
+    return Failure(
+        generation=agreement.generation - 1,
+        step=agreement.frontier.step,
+        updates=agreement.frontier.updates,
+        phases=agreement.phases,
+        lost=agreement.lost,
+        survivors=agreement.survivors,
+        size_before=agreement.size_before,
+        size_after=size,
+        newcomers=len(agreement.newcomers),
+        behind=len(set(agreement.lacking) - set(agreement.newcomers)),
+        consecutive=agreement.consecutive,
+        ages_s=agreement.ages_s,
+        samples_at_risk=agreement.at_risk,
+        gradients=len(reach.holders),
+        gradients_done=sum(holder is not None for holder in reach.holders),
+        elements=elements,
+        elements_done=reach.elements_done,
+        closed=agreement.closed,
+        checkpoint_step=None,
+        checkpoint_age_s=None,
+        costs=Costs(
+            replay_s=agreement.step_s * agreement.size_before / size,
+            forward_s=None if agreement.closed else agreement.reduction_s * (missing / elements if elements else 0.0),
+        ),
+    )
 
 
 def agree(comm: Collectives, mine: Standing, schema: Sequence[str]) -> Agreement:

@@ -149,6 +149,9 @@ class Cursor:
     ``take`` moves ahead, ``commit`` makes it lasting, ``rollback`` returns to the last commit. The committer calls the
     last two together with the step counter, which is what makes the cursor atomic with the step.
 
+    Attributes:
+        open: what has been taken since the last commit.
+
     Args:
         order: the global order of every epoch.
         batch: size of a global batch.
@@ -162,7 +165,7 @@ class Cursor:
         self.drop_last = drop_last
         self.committed = Place(0, 0)
         self.taken = Place(0, 0)
-        self._open: list[Range] = []
+        self.open: list[Deal] = []
         self._repeated: dict[Place, int] = {}
 
     @property
@@ -207,12 +210,12 @@ class Cursor:
         if (deal.epoch, deal.start) != self.taken:
             raise UsageError(f"{deal} does not begin at {self.taken}")
         self.taken = Place(deal.epoch, deal.stop)
-        self._open.append(Range(deal.epoch, deal.start, deal.stop))
+        self.open.append(deal)
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch. Committed at once, unless batches that were taken before are still open."""
         self.taken = Place(epoch, 0)
-        if not self._open:
+        if not self.open:
             self.committed = self.taken
 
     def commit(self) -> None:
@@ -220,19 +223,30 @@ class Cursor:
 
     def rollback(self) -> None:
         self.taken = self.committed
-        self._open.clear()
+        self.open.clear()
 
     def go_to(self, place: Place) -> None:
         """Jump, committed: where the others are."""
         self.taken = self.committed = place
-        self._open.clear()
+        self.open.clear()
         self._repeated.clear()
 
     def open_ranges(self) -> tuple[Range, ...]:
         """The global batches of the open step, in order."""
         if self._repeated:
             return tuple(Range(place.epoch, place.position, stop) for place, stop in sorted(self._repeated.items()))
-        return tuple(self._open)
+        return tuple(Range(deal.epoch, deal.start, deal.stop) for deal in self.open)
+
+    def dealt_to(self, ranks: Iterable[int]) -> list[int]:
+        """Ids of the samples of the open step that were dealt to these workers of the present group."""
+        wanted = set(ranks)
+        return [
+            int(sample)
+            for deal in self.open
+            for rank, (start, stop) in enumerate(shares(deal.stop - deal.start, deal.size))
+            if rank in wanted
+            for sample in self.order(deal.epoch)[deal.start + start : deal.start + stop]
+        ]
 
     def repeat(self, ranges: Iterable[Range]) -> None:
         """Until the next commit, deal exactly these global batches, whatever the size of the group.

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from horovod_ft.data import Deal
 from horovod_ft.errors import ConfigurationError
@@ -56,6 +56,10 @@ class Ledger:
         self._write(kind="committed", step=step, generation=generation, ranges=ranges)
         self._open.clear()
 
+    def lossy(self, step: int, generation: int, ids: list[int], elements: int, of: int) -> None:
+        """The samples ``ids``, dealt in ``generation``, do not count in ``elements`` of the ``of`` of an update."""
+        self._write(kind="lossy", step=step, generation=generation, ids=ids, elements=elements, of=of)
+
     def discarded(self) -> None:
         """What was dealt since the last commit will be dealt again."""
         self._open.clear()
@@ -63,6 +67,20 @@ class Ledger:
     def _write(self, **record: Any) -> None:
         if self._lines is not None:
             self._lines.write(json.dumps(record, separators=(",", ":")))
+
+
+class Lossy(NamedTuple):
+    """One step of lossy forward recovery.
+
+    Attributes:
+        ids: samples of the workers that died in it.
+        elements: elements of its update in which they do not count.
+        of: elements of its update.
+    """
+
+    ids: tuple[int, ...]
+    elements: int
+    of: int
 
 
 @dataclass
@@ -73,17 +91,24 @@ class LedgerReport:
         steps: committed steps.
         epochs: epochs whose every sample was visited exactly once.
         samples: samples applied, over all epochs.
+        lossy: step -> what was carried forward without the dead workers' share.
         problems: everything that is not as it should be, one sentence each.
     """
 
     steps: int = 0
     epochs: int = 0
     samples: int = 0
+    lossy: dict[int, Lossy] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
         """Every sample of every finished epoch exactly once, every step committed once, everywhere alike."""
+        return self.complete and not self.lossy
+
+    @property
+    def complete(self) -> bool:
+        """As ``exact``, but some samples may have lost weight, which ``lossy`` accounts for."""
         return not self.problems and self.steps > 0
 
 
@@ -102,9 +127,16 @@ def verify_ledger(folder: Path) -> LedgerReport:
     dealt: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for record in _kind(records, "dealt"):
         dealt[record["step"], record["generation"]].append(record)
+    lossy = _lossy(records)
     visited: dict[int, list[int]] = defaultdict(list)
     for step, (generation, ranges) in sorted(final.items()):
         trained = sum(len(record["ids"]) for record in dealt[step, generation])
+        if (step, generation) in lossy:
+            report.lossy[step] = lossy[step, generation]
+            noted = {sample for record in dealt[step, generation] for sample in record["ids"]}
+            died_before_it_noted = [sample for sample in report.lossy[step].ids if sample not in noted]
+            visited[ranges[0][0]].extend(died_before_it_noted)
+            trained += len(died_before_it_noted)
         expected = sum(stop - start for _, start, stop in ranges)
         if trained != expected:
             report.problems.append(f"step {step}: {trained} samples were trained on, its global batch has {expected}")
@@ -114,6 +146,14 @@ def verify_ledger(folder: Path) -> LedgerReport:
     report.steps = len(final)
     _check_epochs(report, visited, stream)
     return report
+
+
+def _lossy(records: list[dict[str, Any]]) -> dict[tuple[int, int], Lossy]:
+    """Step and generation -> what was lost. If the going forward failed once itself, the most that anybody noted."""
+    found: dict[tuple[int, int], Lossy] = {}
+    for record in sorted(_kind(records, "lossy"), key=lambda record: int(record["elements"])):
+        found[record["step"], record["generation"]] = Lossy(tuple(record["ids"]), record["elements"], record["of"])
+    return found
 
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:

@@ -1,20 +1,36 @@
-"""Recovery policies as values: the frozen context of a failure, the decisions, and how a policy is found by name.
+"""Recovery policies as values: the frozen context of a failure, the decisions, and how policies combine.
 
 A policy only decides. The engine (``recovery.py``) is the only place that acts on a Decision.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, get_args, runtime_checkable
 
 from horovod_ft.errors import PolicyError
 
-ENTRY_POINTS = "horovod_ft.policies"
+#: What becomes of a gradient that no survivor has in its reduced form.
+#: ``reduce_again``: it is reduced once more, from the local gradients of the survivors.
+#: ``local``: it is the local gradient of the survivor with the largest share, sent to all.
+#: ``skip``: there is none, and the optimizer leaves its parameter alone in this step.
+MISSING = ("reduce_again", "local", "skip")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Expected seconds of each way out, as measured in this run; the largest over the survivors.
+
+    Attributes:
+        replay_s: to compute the failed mini-batch again.
+        forward_s: to reduce what is missing; None if that way is closed.
+        restart_s: to go back to the last durable checkpoint and compute the steps since then again; None without one.
+    """
+
+    replay_s: float
+    forward_s: float | None
+    restart_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -25,29 +41,75 @@ class Failure:
         generation: of the group that broke.
         step: newest step that any survivor committed; training goes on from it.
         updates: optimizer updates that a survivor had already applied in the open step.
+        phases: where each survivor was, in their order: ``outside`` of a step, ``step``, ``update`` (in the wait for
+            the reduced gradients, all local ones computed) or ``commit``.
         lost: ranks, in the group that broke, of the workers that are gone.
         survivors: ranks, in the group that broke, of those that are left.
         size_before, size_after: world sizes; newcomers count in ``size_after``.
+        newcomers: how many have joined in the same moment.
         behind: how many survivors have to be brought forward to ``step``.
         consecutive: failures since the last committed step, this one included.
+        ages_s: seconds since each earlier failure of the run that a survivor remembers, newest first.
         samples_at_risk: samples of the failed mini-batch, over all workers; 0 when no loader is tracked.
+        gradients, gradients_done: of the update that failed: how many there are, and how many of them at least one
+            survivor has in their reduced form. 0 if the survivors were not all in the same update.
+        elements, elements_done: the same in numbers.
+        closed: why the mini-batch cannot be carried forward; empty if it can.
+        checkpoint_step, checkpoint_age_s: of the last durable checkpoint; None without one.
+        costs: of each way out.
     """
 
     generation: int
     step: int
     updates: int
+    phases: tuple[str, ...]
     lost: tuple[int, ...]
     survivors: tuple[int, ...]
     size_before: int
     size_after: int
+    newcomers: int
     behind: int
     consecutive: int
+    ages_s: tuple[float, ...]
     samples_at_risk: int
+    gradients: int
+    gradients_done: int
+    elements: int
+    elements_done: int
+    closed: str
+    checkpoint_step: int | None
+    checkpoint_age_s: float | None
+    costs: Costs
 
 
 @dataclass(frozen=True)
 class Replay:
     """Discard the failed mini-batch on all workers and compute it again among the survivors."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Finish the failed mini-batch without those who are gone. Only when ``Failure.closed`` is empty.
+
+    Gradients that any survivor has in their reduced form keep the full average, the share of the dead included.
+
+    Args:
+        missing: what becomes of all others: one of MISSING.
+        rescale: let what is left count as the whole: the average is over the samples that are left. Otherwise the
+            gradients of the dead count as zero, and the update is smaller by their share.
+
+    Raises:
+        PolicyError: an argument is wrong.
+    """
+
+    missing: str = "reduce_again"
+    rescale: bool = True
+
+    def __post_init__(self) -> None:
+        if self.missing not in MISSING:
+            raise PolicyError(f"missing is {self.missing!r}; it must be one of {', '.join(map(repr, MISSING))}")
+        if not isinstance(self.rescale, bool):
+            raise PolicyError(f"rescale is {self.rescale!r}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -57,77 +119,121 @@ class Abort:
     reason: str
 
 
-Decision: TypeAlias = Replay | Abort
+Decision: TypeAlias = Replay | Forward | Abort
+EVERY_DECISION: frozenset[type] = frozenset(get_args(Decision))
 
 
 @runtime_checkable
 class RecoveryPolicy(Protocol):
-    """Any callable over a Failure. It must depend on nothing else: all survivors have to reach the same decision."""
+    """Any callable over a Failure that answers with a Decision, or None for "I have no answer".
 
-    def __call__(self, failure: Failure) -> Decision: ...
+    It must depend on nothing but the Failure: all survivors have to reach the same decision. An attribute ``decisions``
+    may say which kinds of decision it can make (default: all). The engine prepares for those only.
+    """
+
+    def __call__(self, failure: Failure) -> Decision | None: ...
 
 
-def decide(policy: RecoveryPolicy, failure: Failure) -> Decision:
+class Policy(ABC):
+    """Base of the policies here: lets them be combined. ``a | b`` asks ``b`` when ``a`` has no answer."""
+
+    @property
+    def decisions(self) -> frozenset[type]:
+        """The kinds of decision that the policy can make."""
+        return EVERY_DECISION
+
+    @abstractmethod
+    def __call__(self, failure: Failure) -> Decision | None:
+        """See ``RecoveryPolicy``."""
+
+    def __or__(self, other: RecoveryPolicy) -> Escalation:
+        return Escalation((*_flat(self), *_flat(other)))
+
+    def __ror__(self, other: RecoveryPolicy) -> Escalation:
+        return Escalation((*_flat(other), *_flat(self)))
+
+
+@dataclass(frozen=True)
+class Escalation(Policy):
+    """Ask one policy after the other until one has an answer. Made by ``|``."""
+
+    policies: tuple[RecoveryPolicy, ...]
+
+    def __call__(self, failure: Failure) -> Decision | None:
+        answers = (decide(policy, failure) for policy in self.policies)
+        return next((answer for answer in answers if answer is not None), None)
+
+    @property
+    def decisions(self) -> frozenset[type]:
+        return frozenset().union(*(decisions_of(policy) for policy in self.policies))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
+
+def _flat(policy: RecoveryPolicy) -> tuple[RecoveryPolicy, ...]:
+    if not callable(policy):
+        raise PolicyError(f"{policy!r} cannot be combined with a recovery policy: it is not one")
+    return policy.policies if isinstance(policy, Escalation) else (policy,)
+
+
+def decisions_of(policy: RecoveryPolicy) -> frozenset[type]:
+    """The kinds of decision that a policy says it can make; all if it does not say."""
+    named: frozenset[type] = getattr(policy, "decisions", EVERY_DECISION)
+    return named
+
+
+def decide(policy: RecoveryPolicy, failure: Failure) -> Decision | None:
     """Ask the policy, and check that the answer is one.
 
     Raises:
-        PolicyError: the policy raised, or answered with something that is not a Decision.
+        PolicyError: the policy raised, answered with something else, or asked for a way that is closed.
     """
     try:
         decision = policy(failure)
+    except PolicyError:
+        raise
     except Exception as error:
         raise PolicyError(f"the recovery policy {policy!r} raised {error!r} when asked about {failure}") from error
-    if not isinstance(decision, Replay | Abort):
-        raise PolicyError(f"the recovery policy {policy!r} answered {decision!r}, which is not Replay() or Abort(...)")
+    if decision is not None and not isinstance(decision, Replay | Forward | Abort):
+        raise PolicyError(
+            f"the recovery policy {policy!r} answered {decision!r}, which is not Replay(), Forward(...), Abort(...) or "
+            "None"
+        )
+    if isinstance(decision, Forward) and failure.closed:
+        raise PolicyError(
+            f"the recovery policy {policy!r} answered {decision!r}, but that way is closed: {failure.closed}. A policy "
+            "can see that in failure.closed"
+        )
     return decision
 
 
-def installed_policies() -> dict[str, Callable[..., RecoveryPolicy]]:
-    """Policy factories by name, from the entry points ``horovod_ft.policies`` of all installed packages.
+@dataclass(frozen=True)
+class Budget:
+    """How often a policy may be used. When it is spent, the policy has no answer, and the next one is asked.
 
-    A policy is imported when its factory is called, so that a broken one harms only those who ask for it.
+    Args:
+        max_consecutive: failures without a committed step between them; None for any number.
+        at_most, within: failures in the last ``within`` seconds; both or neither are given.
     """
-    return {point.name: functools.partial(_load, point) for point in entry_points(group=ENTRY_POINTS)}
 
+    max_consecutive: int | None = None
+    at_most: int | None = None
+    within: float | None = None
 
-def _load(point: EntryPoint, **arguments: Any) -> RecoveryPolicy:
-    try:
-        factory = point.load()
-    except Exception as error:  # whatever another package's import raises
-        raise PolicyError(f"the recovery policy {point.name!r} ({point.value}) cannot be loaded: {error!r}") from error
-    policy: RecoveryPolicy = factory(**arguments)
-    return policy
+    def __post_init__(self) -> None:
+        for name in ("max_consecutive", "at_most"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise PolicyError(f"{name} is {value!r}; it must be a whole number, at least 1")
+        if (self.at_most is None) != (self.within is None):
+            raise PolicyError("at_most and within belong together: at most so many failures within so many seconds")
+        if self.within is not None and not self.within > 0:
+            raise PolicyError(f"within is {self.within!r}; it must be a positive number of seconds")
 
-
-def parse_policy(text: str, factories: Mapping[str, Callable[..., RecoveryPolicy]] | None = None) -> RecoveryPolicy:
-    """Turn ``rollback`` or ``rollback(max_consecutive=5)`` into a policy. Arguments are literals, given by name.
-
-    Raises:
-        PolicyError: the text cannot be read, no such policy is installed, it cannot be loaded, or it refuses the
-            arguments.
-    """
-    known = installed_policies() if factories is None else factories
-    name, arguments = _split(text)
-    if name not in known:
-        listed = ", ".join(sorted(known)) or "none: is horovod_ft installed with pip?"
-        raise PolicyError(f"there is no recovery policy {name!r}; installed: {listed}")
-    try:
-        return known[name](**arguments)
-    except TypeError as error:
-        raise PolicyError(f"the recovery policy {text!r} refuses its arguments: {error}") from error
-
-
-def _split(text: str) -> tuple[str, dict[str, Any]]:
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise PolicyError(f"cannot read the recovery policy {text!r}: write NAME or NAME(argument=value)") from error
-    match node:
-        case ast.Name(id=name):
-            return name, {}
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
-            try:
-                return name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
-            except ValueError as error:
-                raise PolicyError(f"the arguments of {text!r} must be literals such as 3 or 'mean'") from error
-    raise PolicyError(f"cannot read the recovery policy {text!r}: write NAME or NAME(argument=value)")
+    def spent(self, failure: Failure) -> bool:
+        if self.max_consecutive is not None and failure.consecutive > self.max_consecutive:
+            return True
+        if self.at_most is None or self.within is None:
+            return False
+        return 1 + sum(age <= self.within for age in failure.ages_s) > self.at_most

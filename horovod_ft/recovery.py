@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from horovod_ft.agreement import Agreement, Resume, Standing, agree, same_everywhere
+from horovod_ft.agreement import Agreement, Resume, Standing, agree, failure_of, same_everywhere
 from horovod_ft.committer import Committer
-from horovod_ft.data import Range
-from horovod_ft.errors import PolicyError, RecoveryError, UsageError
+from horovod_ft.errors import HorovodFtError, PolicyError, RecoveryError, UsageError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
 from horovod_ft.ledger import Ledger
 from horovod_ft.membership.base import Group, Membership, Pending
-from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, decide
-from horovod_ft.transfer import Replica, transfer
+from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, decide, decisions_of
+from horovod_ft.trainee import Trainee
+from horovod_ft.transfer import transfer
 
 log = logging.getLogger("horovod_ft")
 
@@ -32,40 +34,8 @@ T = TypeVar("T")
 
 #: Groups that may break one after the other while one recovery tries to form them.
 MAX_ATTEMPTS = 20
-
-
-class Trainee(Replica, Protocol):
-    """What the engine needs of a framework's training state, beyond its tensors."""
-
-    def schema(self) -> list[str]:
-        """One line a tensor: name, shape, dtype. Must be equal on all workers."""
-
-    def drain(self) -> tuple[int, int]:
-        """The group broke: wait until Horovod no longer touches any tensor. Returns gradients done, and asked for."""
-
-    def discard(self) -> None:
-        """Forget gradients of the step that failed."""
-
-    def accumulating(self) -> bool:
-        """Gradients of several batches are being summed up and the update is still to come."""
-
-    def open_ranges(self) -> tuple[Range, ...]:
-        """The global batches of the open step; empty when no loader is tracked."""
-
-    def repeat(self, ranges: tuple[Range, ...]) -> None:
-        """An update of the open step is applied, and the step is replayed: deal these global batches again."""
-
-    def regrouped(self, group: Group) -> None:
-        """A new group stands, before state is transferred in it. Not called in a process that has just begun."""
-
-    def settled(self, group: Group) -> None:
-        """A new group stands and all its workers have the state."""
-
-    def reentering(self) -> None:
-        """The training function is about to run from its top."""
-
-    def stepping(self) -> None:
-        """Training goes by ``state.step()``: nothing but light state has to be remembered."""
+#: Steps over which the time of one is taken.
+STEPS_TIMED = 21
 
 
 class HostsChanged(Exception):  # noqa: N818  a signal between an adapter and the engine, no error
@@ -96,13 +66,23 @@ class Engine:
         #: Training goes by ``step``; False while it goes by explicit commits, or has not begun.
         self.stepping = False
         self._agreed: Group | None = None
+        self._shared_by = Group(0, 1, -1)
         self._policy: RecoveryPolicy | None = None
         self._pending: Pending | None = None
         self._noted: BaseException | None = None
         self._inside = False
         self._failures = 0
+        self._failed_at: deque[float] = deque(maxlen=1000)
         self._last_commit = mono()
+        self._step_s: deque[float] = deque(maxlen=STEPS_TIMED)
         self._resuming = False
+        self._phase = "outside"
+        #: A failure in the backward pass is kept until the update, because the policy may go forward from there.
+        self._keeping = False
+        #: What was decided after the last failure.
+        self._decision: Decision | None = None
+        #: Inside a step: its failure has been recovered, by a replay or by giving up, and its body is on its way out.
+        self._leaving = False
 
     # --- the training function -------------------------------------------------------------------------------------
 
@@ -116,6 +96,8 @@ class Engine:
         if self.running:
             raise UsageError("this state is already inside elastic.run")
         self._policy = policy
+        self._keeping = Forward in decisions_of(policy)
+        self._trainee.keep_gradients(self._keeping)
         self.membership.watch()
         self.running = True
         self._keep_open_work()
@@ -129,7 +111,7 @@ class Engine:
                 try:
                     result = function()
                 except self.membership.failure_types as error:
-                    self.recover(error, Resume.REENTER)
+                    self.recover(error, Resume.REENTER, "outside")
                     continue
                 except HostsChanged:
                     self._resize(Resume.REENTER)
@@ -149,7 +131,7 @@ class Engine:
                 self.membership.comm.allgather_object(None, "finish")
                 return True
             except self.membership.failure_types as error:
-                if self.recover(error, Resume.FINISHING).reenter:
+                if self.recover(error, Resume.FINISHING, "outside").reenter:
                     return False
 
     def _report_unfired(self) -> None:
@@ -177,6 +159,32 @@ class Engine:
         """The group broke inside the step. Kept, in case the user's code catches the exception."""
         if self._noted is None:
             self._noted = error
+            if self._keeping:  # it may take a while until this worker comes to its update; the others wait for it
+                self.membership.abort()
+
+    def broken_update(self, error: BaseException) -> bool:
+        """The gradients of an update cannot be waited for any longer, because the group broke. Recovers it. Blocks.
+
+        Returns:
+            True if the reduced gradients are there now, and the update is to be applied. False if the failure is to be
+            raised: either nothing has been done about it yet, or the step is to be computed anew.
+
+        Raises:
+            RecoveryError: see ``run``.
+        """
+        if not (self._inside and self.stepping and self._keeping) or self._leaving:
+            return False
+        try:
+            self.recover(error, Resume.IN_PLACE, "update")
+        except BaseException:
+            self._leaving = True
+            raise
+        if isinstance(self._decision, Forward):
+            return True
+        self._leaving = True
+        self.committer.begin()  # what the body does from now on, on its way out, will be undone
+        self._trainee.refuse(error)
+        return False
 
     def step(self) -> StepContext:
         """The context manager behind ``state.step()``."""
@@ -210,15 +218,26 @@ class Engine:
     def leave_step(self, error: BaseException | None) -> bool:
         """Close a step: commit, or recover. Returns whether the body's exception has been dealt with."""
         self._inside = False
+        if self._leaving:
+            return self._left(error)
         failure = self._failure_behind(error)
         if failure is not None:
-            self.recover(failure, Resume.IN_PLACE)
+            self.recover(failure, Resume.IN_PLACE, "step")
             return True
         if error is not None:
             return False
         if not self._trainee.accumulating():
             self._commit_step()
         return False
+
+    def _left(self, error: BaseException | None) -> bool:
+        """The body of a step is left whose failure ``broken_update`` has dealt with."""
+        self._leaving = False
+        if isinstance(error, HorovodFtError):  # it could not be recovered
+            return False
+        self._trainee.discard()
+        self.committer.rollback()
+        return error is None or self._failure_behind(error) is not None
 
     def _failure_behind(self, error: BaseException | None) -> BaseException | None:
         """The group's failure, if that is why the body ended: raised, wrapped by the user's code, or swallowed."""
@@ -236,7 +255,7 @@ class Engine:
             if not changed:
                 self._ask_for_changes()  # and look at the answer when the next step ends: nobody waits for it
         except self.membership.failure_types as error:
-            self.recover(error, Resume.IN_PLACE)
+            self.recover(error, Resume.IN_PLACE, "commit")
             return
         if changed:
             self._resize(Resume.IN_PLACE)
@@ -260,6 +279,8 @@ class Engine:
         if self._resuming:
             self._resuming = False
             self._bus.emit("resumed", gap_s=now - self._last_commit)
+        else:
+            self._step_s.append(now - self._last_commit)
         self._last_commit = now
         self._failures = 0
 
@@ -296,12 +317,18 @@ class Engine:
 
     # --- when the group changes ------------------------------------------------------------------------------------
 
-    def recover(self, error: BaseException, resume: Resume) -> Agreement:
+    def recover(self, error: BaseException, resume: Resume, phase: str) -> Agreement:
         """The group broke: form the next one, agree, and bring everybody to the same step. Blocks until done.
+
+        Args:
+            error: how that showed here.
+            resume: where this worker goes on.
+            phase: where it was, as in ``policy.Failure``.
 
         Raises:
             RecoveryError: see ``run``.
         """
+        self._phase = phase
         self._broken(error, during="training")
         done, asked = self._trainee.drain()
         self._bus.emit("drained", gradients_done=done, gradients_asked=asked)
@@ -327,6 +354,7 @@ class Engine:
         """Workers come or go, and nothing broke."""
         self._bus.emit("resizing")
         self._pending = None
+        self._phase = "outside"
         agreement = self._assemble(resume, failed=False, formed=False)
         self._bus.emit("resized", newcomers=len(agreement.newcomers), lost=agreement.lost)
         self._last_commit = self._mono()
@@ -370,9 +398,11 @@ class Engine:
         self._agreed = replace(group, generation=agreement.generation)
         self._bus.emit("agreed", duration_s=self._mono() - began, holders=agreement.holders, lacking=agreement.lacking,
                        lost=agreement.lost, newest=agreement.frontier.step, updates=agreement.frontier.updates)
+        self._decision = None
         if agreement.consecutive and not agreement.start:
-            self._ask_policy(agreement, group.size)
-        self._settle(agreement)
+            self._decision = self._ask_policy(agreement, group.size)
+        if not isinstance(self._decision, Forward):
+            self._settle(agreement)
         if not committer.fresh:
             self._trainee.regrouped(group)
         began = self._mono()
@@ -380,9 +410,12 @@ class Engine:
         sent = transfer(comm, agreement, group.rank, self._trainee, committer)
         self._bus.emit("transferred", duration_s=self._mono() - began, nbytes=sent.nbytes, receivers=sent.receivers)
         committer.fresh = False
-        if agreement.open_ranges:
+        if isinstance(self._decision, Forward):
+            self._finish_update(agreement, self._decision)
+        elif agreement.open_ranges:
             self._trainee.repeat(agreement.open_ranges)
         self.membership.adopt_generation(agreement.generation)
+        self._shared_by = self.membership.group
         at = self._bus.position
         at.generation, at.rank, at.size, at.step = agreement.generation, group.rank, group.size, committer.frontier.step
         self._trainee.settled(self.membership.group)
@@ -406,25 +439,20 @@ class Engine:
             schema=hashlib.sha256("\n".join(schema).encode()).hexdigest(),
             consecutive=self._failures if failed else 0,
             open_ranges=self._trainee.open_ranges(),
+            shared_by=self._shared_by,
+            phase=self._phase,
+            gradients=self._trainee.gradients(),
+            ages_s=tuple(self._mono() - moment for moment in reversed(self._failed_at)),
+            step_s=statistics.median(self._step_s) if self._step_s else 0.0,
+            reduction_s=self._trainee.reduction_s(),
         )
 
-    def _ask_policy(self, agreement: Agreement, size: int) -> None:
+    def _ask_policy(self, agreement: Agreement, size: int) -> Decision:
         """Let the policy decide, and make sure that it decided alike everywhere."""
-        failure = Failure(
-            generation=agreement.generation - 1,
-            step=agreement.frontier.step,
-            updates=agreement.frontier.updates,
-            lost=agreement.lost,
-            survivors=agreement.survivors,
-            size_before=agreement.size_before,
-            size_after=size,
-            behind=len(set(agreement.lacking) - set(agreement.newcomers)),
-            consecutive=agreement.consecutive,
-            samples_at_risk=agreement.at_risk,
-        )
+        failure = failure_of(agreement, size)
         assert self._policy is not None
         try:
-            decision: Decision | PolicyError = decide(self._policy, failure)
+            decision: Decision | PolicyError | None = decide(self._policy, failure)
         except PolicyError as error:
             decision = error
         # The text of an error may hold an address, which differs between workers that decided alike.
@@ -432,9 +460,39 @@ class Engine:
         same_everywhere(self.membership.comm, "decision of the recovery policy", answer)
         if isinstance(decision, PolicyError):
             raise decision
+        decision = decision or _given_up(self._policy, failure)
         self._bus.emit("decision", decision=type(decision).__name__, failure=asdict(failure))
-        if isinstance(decision, Abort):
-            raise RecoveryError(decision.reason)
+        self._failed_at.append(self._mono())
+        match decision:
+            case Abort(reason=reason):
+                raise RecoveryError(reason)
+            case Forward() | Replay():
+                return decision
+
+    def _finish_update(self, agreement: Agreement, decision: Forward) -> None:
+        """Complete the reductions of the update that failed, and put on record what is lost."""
+        assert agreement.reach is not None
+        began = self._mono()
+        self.injector.at("completion", self._step_for_faults())
+        done = self._trainee.finish(agreement.reach, decision)
+        generation, gone = agreement.reach.shared_by.generation, agreement.reach.gone
+        if self.committer.computed_by is None:
+            self.committer.computed_by = generation
+        samples = self._trainee.dealt_to(gone)
+        if done.lossy:
+            step = self.committer.frontier.step + 1
+            self._ledger.lossy(step, generation, samples, done.lossy_elements, done.elements)
+        self._bus.emit(
+            "forward", duration_s=self._mono() - began, missing=decision.missing, rescale=decision.rescale,
+            gone=gone, gradients=done.gradients, elements=done.elements, lossy=done.lossy,
+            lossy_elements=done.lossy_elements, samples=samples if done.lossy else [],
+        )  # fmt: skip
+        log.warning(
+            "horovod_ft: step %d goes on without the workers %s: in %d of %d gradients (%d of %d elements) they do not "
+            "count",
+            self.committer.frontier.step + 1, list(gone), len(done.lossy), done.gradients,
+            done.lossy_elements, done.elements,
+        )  # fmt: skip
 
     def _settle(self, agreement: Agreement) -> None:
         """Give up the open step, unless it was completed by others: then what it did to local state is right.
@@ -445,6 +503,18 @@ class Engine:
         self._trainee.discard()
         if agreement.reenter and self.committer.frontier.step >= agreement.frontier.step:
             self.committer.rollback()
+
+
+def _given_up(policy: RecoveryPolicy, failure: Failure) -> Abort:
+    """No policy has an answer."""
+    lost = (
+        f"and the last failure took the workers {list(failure.lost)}" if failure.lost else
+        "although no worker was lost: the cause is in the step itself (see the first error in the log)"
+    )  # fmt: skip
+    return Abort(
+        f"step {failure.step + 1} failed {failure.consecutive} times in a row, {lost}. The recovery policy {policy!r} "
+        "has no answer to that"
+    )
 
 
 def _kind(agreement: Agreement, *, new: bool, failed: bool) -> str:

@@ -82,6 +82,17 @@ def _recovered(group: Sequence[Event]) -> str:
     return f"recovered: the group has {_workers(group[0].size)} now"
 
 
+def _forward(group: Sequence[Event]) -> str:
+    data = group[0].data
+    one = len(data["gone"]) == 1
+    what = f"carried forward without {'rank' if one else 'the ranks'} {', '.join(map(str, data['gone']))}"
+    if not data["lossy"]:
+        return f"{what}: nothing is lost of the update"
+    part = data["lossy_elements"] / data["elements"]
+    lossy = f"{len(data['lossy'])} of {data['gradients']} gradients ({part:.0%} of the update)"
+    return f"{what}: {lossy} lack {'its' if one else 'their'} part"
+
+
 def _resumed(group: Sequence[Event]) -> str:
     return f"goes on: {max(float(event.data['gap_s']) for event in group):.3f} s from the last step to this one"
 
@@ -115,6 +126,7 @@ TELL: dict[str, Callable[[Sequence[Event]], str]] = {
     "formed": _formed,
     "fault": _fault,
     "failure_detected": _noticed,
+    "forward": _forward,
     "recovered": _recovered,
     "resumed": _resumed,
     "joined": _joined,

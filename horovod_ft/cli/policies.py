@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from horovod_ft.policy import ENTRY_POINTS
+from horovod_ft.policy_names import ENTRY_POINTS
 
 
 def policies() -> None:

@@ -21,7 +21,7 @@ from horovod_ft.timeline import Recovery, by_worker, labels, lost_workers, recov
 
 STYLES = {
     "fault": "red", "failure_detected": "red", "aborted": "bold red", "warning": "yellow",
-    "recovered": "green", "resumed": "green", "joined": "cyan", "finished": "bold",
+    "recovered": "green", "forward": "yellow", "resumed": "green", "joined": "cyan", "finished": "bold",
 }  # fmt: skip
 #: Stages and their headings, such that the table fits into 80 columns. ``recovered`` follows at once and takes no time.
 TITLES = {stage: stage.replace("_", "\n") for stage in STAGES if stage != "recovered"}
@@ -184,6 +184,12 @@ def ledger_text(found: LedgerReport) -> Text:
     )
     if found.exact:
         return text.append("no sample was lost or repeated", style="green")
+    if found.complete:
+        text.append("every sample accounted for, and some lost weight", style="yellow")
+        for step, lossy in sorted(found.lossy.items()):
+            share = lossy.elements / lossy.of
+            text.append(f"\n  step {step}: {len(lossy.ids)} samples do not count in {share:.0%} of the update")
+        return text
     text.append("not exact" if found.steps else "no step was committed", style="bold red")
     for problem in found.problems:
         text.append(f"\n  {problem}", style="red")

@@ -9,7 +9,7 @@ from pathlib import Path
 from horovod_ft.cli.check import Check, failed, ok
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.faults.plan import parse_plan
-from horovod_ft.policy import parse_policy
+from horovod_ft.policy_names import parse_policy
 from horovod_ft.settings import PREFIX, Settings, writable_folder
 
 

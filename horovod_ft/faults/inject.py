@@ -71,6 +71,8 @@ class Injector:
                 self._send(signal.SIGSTOP)
             case "slow":
                 self._sleep(fault.seconds or 0.0)
+            case "lose":
+                pass  # done by whoever has the reductions
             case "exception":
                 raise FaultInjected(f"asked for by the fault plan: {fault}")
 

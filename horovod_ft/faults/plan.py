@@ -21,14 +21,16 @@ import msgspec
 from horovod_ft.errors import FaultPlanError
 
 Phase = Literal[
-    "data", "forward", "backward", "allreduce", "optimizer", "commit", "reform", "sync", "agreement", "transfer"
+    "data", "forward", "backward", "allreduce", "optimizer", "commit", "reform", "sync", "agreement", "transfer",
+    "completion",
 ]
-Kind = Literal["kill", "exception", "stop", "slow"]
+Kind = Literal["kill", "exception", "stop", "slow", "lose"]
 PHASES: tuple[str, ...] = get_args(Phase)
 KINDS: tuple[str, ...] = get_args(Kind)
 #: Phases of a recovery. Their ``step`` is the first step at which they may fire: which step a recovery goes on from
-#: depends on the failure. ``sync`` stands for ``agreement``, under Horovod's name.
-RECOVERY_PHASES = ("reform", "sync", "agreement", "transfer")
+#: depends on the failure. ``sync`` stands for ``agreement``, under Horovod's name;
+#: ``completion`` is that of an update's gradients, in lossy forward recovery.
+RECOVERY_PHASES = ("reform", "sync", "agreement", "transfer", "completion")
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +39,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         phase: when in the step.
         kind: ``kill`` sends SIGKILL to the worker itself, ``stop`` sends SIGSTOP (and SIGCONT after ``seconds`` if
-            given), ``exception`` raises FaultInjected, ``slow`` sleeps for ``seconds``.
+            given), ``exception`` raises FaultInjected, ``slow`` sleeps for ``seconds``. ``lose``, in ``allreduce``
+            only, is a failure that this worker alone sees: its reductions after the first ``after`` of the step count
+            as failed, whatever became of them elsewhere.
         worker: start rank. Exactly one of worker and host is given.
         host: every worker of that host.
         step: counted from 1.
@@ -112,6 +116,8 @@ def _problem(fault: Fault) -> str | None:
         return "steps are counted from 1"
     if fault.after < 0 or (fault.after and fault.phase != "allreduce"):
         return "after counts reduced gradients, 0 or more, in phase allreduce only"
+    if fault.kind == "lose" and fault.phase != "allreduce":
+        return "lose is for phase allreduce only"
     if fault.kind == "slow" and fault.seconds is None:
         return "slow needs seconds"
     if fault.seconds is not None and (fault.kind not in ("slow", "stop") or fault.seconds <= 0):

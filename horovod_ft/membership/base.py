@@ -84,7 +84,10 @@ class Membership(Protocol):
         """Whether this worker heard that workers come or go since the group was formed. Never blocks."""
 
     def abort(self) -> int:
-        """Make every member of the broken group fail now instead of at its timeout. Returns the sockets cut."""
+        """Make every member of the broken group fail now instead of at its timeout. Returns the sockets cut.
+
+        Again in the same group it does nothing, and returns 0.
+        """
 
     def reform(self) -> Group:
         """Leave the present group and form the next one from whoever is left and whoever has come.

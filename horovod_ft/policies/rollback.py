@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod_ft.errors import PolicyError
-from horovod_ft.policy import Abort, Decision, Failure, Replay
+from horovod_ft.policy import Budget, Decision, Failure, Policy, Replay
 
 
 @dataclass(frozen=True)
-class MiniBatchRollback:
+class MiniBatchRollback(Policy):
     """Replay the mini-batch, unless it keeps failing.
 
     A replay that fails although no worker was lost has a cause that a replay cannot mend, such as workers that submit
@@ -22,19 +21,22 @@ class MiniBatchRollback:
 
     Args:
         max_consecutive: how many failures in a row, without a committed step between them, are replayed when no
-            worker was lost. One more aborts the job. At least 1.
+            worker was lost. At least 1.
+        at_most, within: replay only if there were at most so many failures, this one included, in so many seconds;
+            default: any number.
     """
 
     max_consecutive: int = 3
+    at_most: int | None = None
+    within: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_consecutive < 1:
-            raise PolicyError(f"max_consecutive is {self.max_consecutive}; it must be at least 1")
+        Budget(self.max_consecutive, self.at_most, self.within)
 
-    def __call__(self, failure: Failure) -> Decision:
-        if failure.lost or failure.consecutive <= self.max_consecutive:
-            return Replay()
-        return Abort(
-            f"step {failure.step + 1} failed {failure.consecutive} times in a row although no worker was lost; "
-            "the cause is in the step itself (see the first error in the log), and replaying it cannot mend that"
-        )
+    @property
+    def decisions(self) -> frozenset[type]:
+        return frozenset({Replay})
+
+    def __call__(self, failure: Failure) -> Decision | None:
+        budget = Budget(None if failure.lost else self.max_consecutive, self.at_most, self.within)
+        return None if budget.spent(failure) else Replay()

@@ -1,1 +1,7 @@
-"""Help for testing training jobs: see ``local_job`` for real jobs on one machine."""
+"""Help for testing: a world of workers as threads, real jobs on one machine, conformance kits. Imports no framework."""
+
+from horovod_ft.testing.conformance import check_membership, check_policy, every_failure
+from horovod_ft.testing.fake_world import Breakage, FakeWorld
+from horovod_ft.testing.local_job import LocalJob
+
+__all__ = ["Breakage", "FakeWorld", "LocalJob", "check_membership", "check_policy", "every_failure"]

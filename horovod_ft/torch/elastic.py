@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from horovod.common.elastic import ObjectState, State, run_fn
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
+from horovod_ft.agreement import Reach
 from horovod_ft.committer import Committer
 from horovod_ft.data import Range
 from horovod_ft.errors import ConfigurationError, PolicyError
 from horovod_ft.membership.base import Group
+from horovod_ft.policies.auto import Auto
+from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, Replay, parse_policy
+from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay
+from horovod_ft.policy_names import parse_policy
 from horovod_ft.recovery import Engine, HostsChanged
 from horovod_ft.torch import sampler, state
 from horovod_ft.torch.loader import ElasticDataLoader
@@ -22,6 +26,7 @@ from horovod_ft.torch.parts import BasePart
 from horovod_ft.torch.runtime import current, init, shutdown
 from horovod_ft.torch.sampler import ElasticSampler
 from horovod_ft.torch.state import TorchState
+from horovod_ft.trainee import Finished
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,6 +117,24 @@ class _OtherState:
     def drain(self) -> tuple[int, int]:
         return 0, 0
 
+    def keep_gradients(self, keep: bool) -> None:
+        """Its optimizer, if any, is Horovod's."""
+
+    def gradients(self) -> str:
+        return "trains by a state without step()"
+
+    def finish(self, reach: Reach, decision: Forward) -> Finished:
+        raise NotImplementedError  # see ``gradients``
+
+    def reduction_s(self) -> float:
+        return 0.0
+
+    def dealt_to(self, ranks: Iterable[int]) -> list[int]:
+        return []
+
+    def refuse(self, error: BaseException) -> None:
+        """Never: it has no ``step``."""
+
     def discard(self) -> None:
         """Its optimizer, if any, is Horovod's; ``restore`` resets it."""
 
@@ -150,12 +173,15 @@ def _engine_of(state: Any) -> Engine:
 
 __all__ = [
     "Abort",
+    "Auto",
     "Decision",
     "ElasticDataLoader",
     "ElasticSampler",
     "Failure",
+    "Forward",
     "HostsChanged",
     "HostsUpdatedInterrupt",
+    "LossyForward",
     "MiniBatchRollback",
     "ObjectState",
     "RecoveryPolicy",

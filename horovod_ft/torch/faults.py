@@ -41,6 +41,9 @@ class _Probe:
         step = self._committer.frontier.step + 1
         self._injector.at("backward", step)
         fault = self._injector.pending("allreduce", step)
-        if fault is not None and handed_over >= fault.after:
+        if fault is not None and fault.kind == "lose":
+            self._reducer.lose_after = fault.after
+            self._injector.fire(fault)
+        elif fault is not None and handed_over >= fault.after:
             self._reducer.wait_for(fault.after)
             self._injector.fire(fault)

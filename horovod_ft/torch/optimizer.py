@@ -35,6 +35,9 @@ class UpdateGate(Protocol):
 
     def update_applied(self) -> None: ...
 
+    def reduction_failed(self, optimizer: Any, error: BaseException) -> bool:
+        """The group broke while the optimizer waited for its gradients. True if it was recovered and they are there."""
+
 
 class OpenGate:
     """No training state tracks the optimizer: every update is applied."""
@@ -47,6 +50,9 @@ class OpenGate:
 
     def update_applied(self) -> None:
         """Nothing to do."""
+
+    def reduction_failed(self, optimizer: Any, error: BaseException) -> bool:
+        return False
 
 
 if TYPE_CHECKING:
@@ -79,9 +85,9 @@ class Distributed(_Base):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.ft_reducer.check()  # with skip_synchronize too: what is in p.grad after a failure is no average
         if self.ft_synchronize:
-            self.ft_reducer.synchronize()
+            self.synchronize()
+        self.ft_reducer.check()  # with skip_synchronize too: what is in p.grad after a failure is no average
         self.ft_reducer.synchronized = False
         self._opt_called = True  # what torch's schedulers look at to see that a step came before theirs
         self.ft_gate.before_update()
@@ -101,8 +107,15 @@ class Distributed(_Base):
 
         Calling it twice is harmless: gradients are reduced once a step. Unlike with Horovod, a ``step()`` that follows
         does not reduce again, with or without ``skip_synchronize``.
+
+        Raises:
+            HorovodInternalError: the group broke, and the recovery policy does not go forward from here.
         """
-        self.ft_reducer.synchronize()
+        try:
+            self.ft_reducer.synchronize()
+        except hvd.HorovodInternalError as error:
+            if not self.ft_gate.reduction_failed(self, error):
+                raise
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -135,7 +148,7 @@ class Distributed(_Base):
         the average, not this worker's part: otherwise one worker could skip a step that others apply.
         """
         if self.ft_reducer.in_flight():
-            self.ft_reducer.synchronize()
+            self.synchronize()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 

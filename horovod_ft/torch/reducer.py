@@ -41,8 +41,13 @@ class GradientReducer:
     Attributes:
         prefix: put in front of the names; tells two optimizers apart whose parameters have the same names.
         weight: factor for this worker's gradients (``Deal.weight``); 1.0 without a tracked loader.
+        average: the reduction is an average, not a sum.
         probe: called with the number of gradients handed over so far, before the next; None outside of fault plans.
         on_failure: told once when the group breaks; the user's code may catch the exception that follows.
+        buckets: what is reduced together; usually one gradient each.
+        keep: a failure in the backward pass is not raised there, but where the gradients are waited for.
+        lose_after: for fault plans: reductions after so many of this update count as failed here; None outside.
+        waited_s: how long the last update waited for its gradients, in seconds.
         stopped: as in ``handles.wait``.
     """
 
@@ -62,11 +67,14 @@ class GradientReducer:
         self.probe: Callable[[int], None] | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
         self.stopped: Callable[[], bool] = unknown
+        self.keep = False
+        self.lose_after: int | None = None
+        self.waited_s = 0.0
         self.passes = passes
         self.synchronized = False
         self._compression = compression
         self._op = op
-        average = op == hvd.Average
+        self.average = average = op == hvd.Average
         self._scales = {
             "prescale_factor": 1.0 / predivide if average else 1.0,
             "postscale_factor": predivide if average else 1.0,
@@ -74,10 +82,12 @@ class GradientReducer:
         self._sparse_as_dense = sparse_as_dense
         self._plain = compression is hvd.Compression.none
         self._slots: list[Slot] = []
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._submitted: list[Bucket] = []
         self._ready = 0
         self._failure: BaseException | None = None
+        self._drained = self._refused = False
+        self._factor = 1.0
         self._add([Slot(name, parameter, passes) for name, parameter in named if trainable(parameter)], groups)
 
     def add(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
@@ -87,7 +97,7 @@ class GradientReducer:
     def _add(self, slots: list[Slot], groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
         buckets = [Bucket(members) for members in grouped(slots, groups)]
         self._slots += slots
-        self._buckets += buckets
+        self.buckets += buckets
         bucket_of = {slot: bucket for bucket in buckets for slot in bucket.slots}
         hooks = [hooked(slot.parameter, self._hook_of(slot, bucket_of[slot])) for slot in slots]
         # A parameter outlives an optimizer that was thrown away, and with its hooks would keep the optimizer's buffers.
@@ -106,7 +116,8 @@ class GradientReducer:
         return hook
 
     def _gradient_ready(self, slot: Slot, bucket: Bucket) -> None:
-        self.check()
+        if not self.keep or self._refused:
+            self.check()
         if slot.left <= 0:
             raise AssertionError(
                 f"the gradient of {slot.name} was computed more than backward_passes_per_step={self.passes} times "
@@ -117,7 +128,7 @@ class GradientReducer:
         if slot.left == 0:
             self._ready += 1
             bucket.ready += 1
-            if bucket.ready == len(bucket.slots):
+            if bucket.ready == len(bucket.slots) and self._failure is None:
                 if torch.is_grad_enabled():  # by create_graph=True
                     with torch.no_grad():
                         self._submit(bucket, bucket.slots)
@@ -174,7 +185,7 @@ class GradientReducer:
         try:
             for slot in members:
                 slot.look()
-            if len(members) == 1 and members[0].sparse and not self._sparse_as_dense:
+            if self.goes_sparse(bucket):
                 self._submit_sparse(bucket)
             elif members:
                 self._submit_dense(bucket)
@@ -184,7 +195,8 @@ class GradientReducer:
             if self._failure is None and not bucket.handles:  # refused, so that the next try has to be a whole one
                 self._submitted.remove(bucket)
                 bucket.handles = None
-            raise
+            if not self.keep or not isinstance(error, hvd.HorovodInternalError):
+                raise
 
     def _submit_dense(self, bucket: Bucket) -> None:
         assert bucket.handles is not None
@@ -225,24 +237,29 @@ class GradientReducer:
         gradient = slot.parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
-        if self.weight == 1.0 and slot.carried is None and gradient is not None and slot.fits(gradient):
+        weight = self.weight * self._factor
+        if weight == 1.0 and slot.carried is None and gradient is not None and slot.fits(gradient):
             # Another tensor with the same memory: model.to() gives p.grad itself another memory, and Horovod's thread
             # would then read what does not fit the output.
             return gradient.detach()
         local = slot.room()
-        if gradient is None or self.weight == 0.0:  # without a gradient: others may have used the parameter
+        if gradient is None or weight == 0.0:  # without a gradient: others may have used the parameter
             local.zero_()
         else:
-            torch.mul(gradient, self.weight, out=local)
+            torch.mul(gradient, weight, out=local)
         if slot.carried is not None:
-            local.add_(slot.carried)
+            local.add_(slot.carried, alpha=self._factor)
         return local
 
-    def _take(self, slot: Slot) -> None:
-        """Every gradient of the step has arrived: let ``p.grad`` be the reduced one."""
+    def unpack(self, slot: Slot) -> None:
+        """The reduced gradient has arrived: let the memory for the result hold it."""
         if slot.wire is not None:
             exact = self._compression in (hvd.Compression.none, hvd.Compression.fp16)
             slot.room().copy_(slot.wire if exact else self._compression.decompress(slot.wire, slot.context))
+
+    def _take(self, slot: Slot) -> None:
+        """Every gradient of the step has arrived: let ``p.grad`` be the reduced one."""
+        self.unpack(slot)
         result = slot.result
         assert result is not None
         local = slot.parameter.grad
@@ -255,16 +272,23 @@ class GradientReducer:
         assert bucket.handles is not None
         slot = bucket.members[0]
         name = self.prefix + slot.name
-        gradient, carried = slot.parameter.grad, slot.carried
-        if gradient is not None and self.weight != 1.0:
-            gradient = gradient * self.weight if self.weight else torch.zeros_like(gradient)
-        parts = [part for part in (gradient, carried) if part is not None] or [slot.nothing()]
-        local = sum(parts[1:], start=parts[0]).coalesce()
+        local = self._weighted_sparse(slot)
         values = local.values() / hvd.size() if self._op == hvd.Average else local.values()
         bucket.handles.append(hvd.allgather_async(values, name=f"{name}.values"))
         bucket.handles.append(hvd.allgather_async(local.indices().t().contiguous(), name=f"{name}.indices"))
 
         bucket.sparse = True
+
+    def _weighted_sparse(self, slot: Slot) -> torch.Tensor:
+        """This worker's gradient as a sparse tensor."""
+        gradient, carried, weight = slot.parameter.grad, slot.carried, self.weight * self._factor
+        if gradient is not None and weight != 1.0:
+            gradient = gradient * weight if weight else torch.zeros_like(gradient)
+        if carried is not None:
+            carried = carried * self._factor
+        parts = [part for part in (gradient, carried) if part is not None] or [slot.nothing()]
+        local: torch.Tensor = sum(parts[1:], start=parts[0])
+        return local.coalesce()
 
     def _take_sparse(self, slot: Slot, values: torch.Tensor, indices: torch.Tensor) -> None:
         slot.parameter.grad = slot.made_of(indices.t(), values).coalesce()
@@ -274,7 +298,7 @@ class GradientReducer:
 
     def in_flight(self) -> bool:
         """Some gradients are complete, and the reduced ones have still to be waited for."""
-        return self._ready > 0 and self._failure is None
+        return self._ready > 0 and (self._failure is None or (self.keep and not self._drained))
 
     def underway(self) -> bool:
         """Gradients of a step that has not ended are complete, or being summed up, or were lost with the group."""
@@ -301,19 +325,31 @@ class GradientReducer:
         self.check()
         if self.synchronized:
             return
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.handles is None:
                 self._submit(bucket, self._taking_part(bucket))
+        self.check()  # a failure that was kept a moment ago
+        began = time.perf_counter()
         try:
             for bucket in self._submitted:
                 bucket.collect(self.stopped)
+            if self.lose_after is not None:
+                raise hvd.HorovodInternalError("a reduction failed on this worker, as the fault plan asks for")
         except BaseException as error:
             self._note(error)
             raise
+        self.waited_s = time.perf_counter() - began
         if self.probe is not None:
             self.probe(self._handed_over())
+        self.take_all()
+
+    def take_all(self) -> None:
+        """Every gradient of the step has arrived: let every ``p.grad`` be the reduced one, and begin anew."""
         for bucket in self._submitted:
-            if bucket.sparse:
+            if bucket.skipped:
+                for slot in bucket.members:
+                    slot.parameter.grad = slot.carried = None
+            elif bucket.sparse:
                 assert bucket.outputs is not None
                 self._take_sparse(bucket.members[0], *bucket.outputs)
             else:
@@ -344,11 +380,22 @@ class GradientReducer:
         """The group broke: wait until Horovod holds no tensor any more. Returns gradients reduced, and handed over."""
         if self._failure is None:
             self._failure = hvd.HorovodInternalError("the group broke outside of the reduction")
+        self._drained = True
         deadline = time.monotonic() + DRAIN_S
         for bucket in self._submitted:
             bucket.end(deadline, self.stopped)
+        if self.lose_after is not None:
+            self._lose(self.lose_after)
         done = sum(len(bucket.members) for bucket in self._submitted if bucket.outputs is not None)
         return done, self._handed_over()
+
+    def _lose(self, after: int) -> None:
+        """Forget what has been reduced, but for the first gradients that were handed over."""
+        seen = 0
+        for bucket in self._submitted:
+            if seen >= after:
+                bucket.lose()
+            seen += len(bucket.members)
 
     def discard(self) -> None:
         """Forget the gradients of a failed step."""
@@ -358,11 +405,74 @@ class GradientReducer:
             slot.parameter.grad = None
         self.synchronized = False
 
+    def refuse(self, error: BaseException) -> None:
+        """Raise in every hook and update until ``discard``."""
+        self._failure = error
+        self._refused = self._drained = True
+
+    # --- going forward after a failure: see completion.py ------------------------------------------------------------
+
+    def in_update(self) -> bool:
+        """After a failure: some of the gradients are computed, and their reduction has failed or is still to come."""
+        return self._ready > 0 or self.accumulating()
+
+    def whole(self) -> bool:
+        """After a failure: all gradients of the update are computed, and could be reduced now."""
+        return all(slot.left == 0 for slot in self._slots if slot.parameter.requires_grad)
+
+    def resume(self) -> None:
+        """A new group stands: everything that takes part in the update is to be completed in it."""
+        for bucket in self.buckets:
+            bucket.members = bucket.members or self._taking_part(bucket)
+        self._submitted = [bucket for bucket in self.buckets if bucket.members]
+
+    def goes_sparse(self, bucket: Bucket) -> bool:
+        return len(bucket.members) == 1 and bucket.members[0].sparse > 0 and not self._sparse_as_dense
+
+    def hand_over(self, bucket: Bucket, factor: float) -> None:
+        """Reduce the local gradients of a bucket, each times ``factor`` and this worker's weight."""
+        self._factor = factor
+        try:
+            if self.goes_sparse(bucket):
+                self._submit_sparse(bucket)
+            else:
+                self._submit_dense(bucket)
+        finally:
+            self._factor = 1.0
+
+    def local_sparse(self, slot: Slot, factor: float) -> torch.Tensor:
+        """The local gradient times ``factor`` and this worker's weight."""
+        self._factor = factor
+        try:
+            return self._weighted_sparse(slot)
+        finally:
+            self._factor = 1.0
+
+    def local_in_place(self, slot: Slot, factor: float) -> None:
+        """Let the memory for the result hold the local gradient times ``factor`` and this worker's weight."""
+        self._factor = factor
+        try:
+            local = self._weighted(slot)
+        finally:
+            self._factor = 1.0
+        if local is not slot.result:
+            slot.room().copy_(local)
+
+    def frontier(self) -> tuple[list[bool], list[int]]:
+        """After ``drain``: for each bucket whether its reduced gradients are here, and how many numbers they have."""
+        buckets = [(bucket, bucket.members or self._taking_part(bucket)) for bucket in self.buckets]
+        return (
+            [bucket.outputs is not None or not members for bucket, members in buckets],
+            [sum(slot.parameter.numel() for slot in members) for _, members in buckets],
+        )
+
     def _rest(self) -> None:
         self._submitted = []
         self._ready = 0
         self._failure = None
+        self._drained = self._refused = False
+        self.lose_after = None
         for slot in self._slots:
             slot.left = self.passes
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.rest()

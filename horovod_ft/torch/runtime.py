@@ -18,7 +18,7 @@ from horovod_ft.ledger import Ledger
 from horovod_ft.membership.base import Group, Membership
 from horovod_ft.membership.driver import DriverMembership
 from horovod_ft.membership.static import StaticMembership
-from horovod_ft.policy import parse_policy
+from horovod_ft.policy_names import parse_policy
 from horovod_ft.settings import Settings
 from horovod_ft.torch.binding import TorchBinding
 

@@ -100,10 +100,11 @@ class Bucket:
         handles: Horovod's, one a collective; None while nothing has been handed over.
         outputs: what the collectives gave, once all of them have ended well.
         failed: one of them, or handing it over, has failed.
+        skipped: there are none, and its parameters are left alone in this step.
         sparse: they are the values and the indices of a sparse gradient.
     """
 
-    __slots__ = ("failed", "handles", "members", "outputs", "ready", "slots", "sparse")
+    __slots__ = ("failed", "handles", "members", "outputs", "ready", "skipped", "slots", "sparse")
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = list(slots)
@@ -116,7 +117,7 @@ class Bucket:
         self.handles: list[int] | None = None
         self.outputs: list[Any] | None = None
         self.failed = False
-        self.sparse = False
+        self.sparse = self.skipped = False
 
     def collect(self, stopped: Callable[[], bool] = unknown) -> None:
         """Wait for the outputs; they can be waited for again.
@@ -151,11 +152,18 @@ class Bucket:
             self.failed = True
             for slot in self.slots:
                 slot.forget_memory()
-        elif self.outputs is None and not self.failed:
+        elif self.handles and self.outputs is None and not self.failed:
             with suppress(hvd.HorovodInternalError, ValueError):
                 self.collect(stopped)
         elif self.failed:
             self._forget_handles()
+
+    def lose(self) -> None:
+        """Count as failed, and forget the outputs."""
+        self.outputs = None
+        self.failed = True
+        for slot in self.slots:
+            slot.forget_memory()
 
     def _forget_handles(self) -> None:
         """Horovod keeps what belongs to a handle until somebody has waited for it."""

@@ -7,18 +7,20 @@ step be a transaction.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from horovod.common.elastic import State
 
-from horovod_ft.agreement import Agreement
+from horovod_ft.agreement import Agreement, Gradients, Reach
 from horovod_ft.committer import Committer, Frontier, Part
 from horovod_ft.data import Cursor, Deal, Range
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.membership.base import Group
+from horovod_ft.policy import Forward
 from horovod_ft.recovery import Engine, StepContext
+from horovod_ft.torch.completion import Completion, Shares
 from horovod_ft.torch.faults import install_faults
 from horovod_ft.torch.loader import ElasticDataLoader
 from horovod_ft.torch.optimizer import Distributed
@@ -33,9 +35,11 @@ from horovod_ft.torch.parts import (
     Stateful,
     seed_newcomer,
 )
+from horovod_ft.torch.reducer import GradientReducer
 from horovod_ft.torch.replica import TensorBlock, TorchReplica
 from horovod_ft.torch.runtime import current
 from horovod_ft.torch.sampler import ElasticSampler
+from horovod_ft.trainee import Finished
 from horovod_ft.transfer import transfer
 
 
@@ -68,6 +72,8 @@ class TorchState(State):  # type: ignore[misc]
         for name, value in tracked.items():
             object.__setattr__(self, name, value)
         self._names = _Names(tracked)
+        self._waiting: Any = None
+        self._keep = False
         self._replica = TorchReplica(lambda: self._named(torch.nn.Module), lambda: self._named(torch.optim.Optimizer))
         self._only_loader()
         self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)
@@ -175,6 +181,73 @@ class TorchState(State):  # type: ignore[misc]
         counts = [optimizer.ft_reducer.drain() for optimizer in self._distributed()]
         return sum(done for done, _ in counts), sum(asked for _, asked in counts)
 
+    def keep_gradients(self, keep: bool) -> None:
+        self._keep = keep
+        for optimizer in self._distributed():
+            optimizer.ft_reducer.keep = keep
+
+    def gradients(self) -> Gradients | str:
+        if self._waiting is None:
+            return "was not waiting for the gradients of an update"
+        done: list[bool] = []
+        elements: list[int] = []
+        for name, optimizer in self._in_update().items():
+            if optimizer is not self._waiting and not optimizer.ft_reducer.whole():
+                return f"had a part of the gradients of state.{name} only"
+            its_done, its_elements = optimizer.ft_reducer.frontier()
+            done += its_done
+            elements += its_elements
+        update = f"number {self._committer.frontier.updates + 1} of the step, of {' and '.join(self._in_update())}"
+        return Gradients(update, tuple(done), tuple(elements), self._weight())
+
+    def _in_update(self) -> dict[str, Any]:
+        """The optimizer whose update failed, and those whose gradients are being reduced with its."""
+        return {
+            name: optimizer
+            for name, optimizer in self._named(Distributed).items()
+            if optimizer is self._waiting or optimizer.ft_reducer.in_update()
+        }
+
+    def _weight(self) -> float:
+        """Of this worker's share in the open step, on average over its batches."""
+        deals = [] if self._loader is None else self._loader.cursor.open
+        return sum(deal.weight for deal in deals) / len(deals) if deals else 1.0
+
+    def finish(self, reach: Reach, decision: Forward) -> Finished:
+        runtime = current()
+        lossy: list[tuple[str, int]] = []
+        completed: list[tuple[GradientReducer, Shares]] = []
+        at = 0
+        for optimizer in self._in_update().values():
+            reducer = optimizer.ft_reducer
+            holders = reach.holders[at : at + len(reducer.buckets)]
+            at += len(holders)
+            shares = Shares(reach.weights, reach.shared_by.size, decision.rescale, reducer.average)
+            completion = Completion(reducer, runtime.group(), runtime.binding, runtime.binding.wait)
+            slots = completion.run(holders, decision, shares)
+            lossy += [(reducer.prefix + slot.name, slot.parameter.numel()) for slot in slots]
+            completed.append((reducer, shares))
+        for reducer, shares in completed:  # nothing can fail any more
+            reducer.take_all()
+            if self._loader is not None:  # more updates of this step may follow, with the same shares
+                reducer.set_weight(reducer.weight * shares.factor())
+        return Finished(
+            gradients=len(reach.holders),
+            elements=sum(reach.elements),
+            lossy=tuple(name for name, _ in lossy),
+            lossy_elements=sum(elements for _, elements in lossy),
+        )
+
+    def reduction_s(self) -> float:
+        return float(sum(optimizer.ft_reducer.waited_s for optimizer in self._distributed()))
+
+    def dealt_to(self, ranks: Iterable[int]) -> list[int]:
+        return [] if self._loader is None else self._loader.cursor.dealt_to(ranks)
+
+    def refuse(self, error: BaseException) -> None:
+        for optimizer in self._distributed():
+            optimizer.ft_reducer.refuse(error)
+
     def discard(self) -> None:
         for optimizer in self._distributed():
             optimizer.ft_reducer.discard()
@@ -228,6 +301,13 @@ class TorchState(State):  # type: ignore[misc]
     def update_applied(self) -> None:
         self.engine.update_applied()
 
+    def reduction_failed(self, optimizer: Any, error: BaseException) -> bool:
+        self._waiting = optimizer
+        try:
+            return self.engine.broken_update(error)
+        finally:
+            self._waiting = None
+
     def taking(self) -> None:
         self.engine.begin()
         self.engine.injector.at("data", self._committer.frontier.step + 1)
@@ -253,6 +333,7 @@ class TorchState(State):  # type: ignore[misc]
             value.ft_gate = self
             value.ft_reducer.on_failure = self.engine.note
             value.ft_reducer.stopped = current().binding.stopped
+            value.ft_reducer.keep = self._keep
         elif isinstance(value, ElasticDataLoader):
             value.watcher = self
             current().ledger.describe(length=value.cursor.order.length, drop_last=value.cursor.drop_last)

@@ -10,7 +10,7 @@ from horovod_ft.agreement import Agreement, Resume, Standing, agree, conclude, s
 from horovod_ft.committer import Frontier
 from horovod_ft.data import Range
 from horovod_ft.errors import DivergenceError, RecoveryError
-from horovod_ft.membership.base import Bytes, Pending
+from horovod_ft.membership.base import Bytes, Group, Pending
 
 
 def survivor(rank: int, step: int = 4, updates: int = 0, **changes: Any) -> Standing:
@@ -18,6 +18,7 @@ def survivor(rank: int, step: int = 4, updates: int = 0, **changes: Any) -> Stan
     standing = Standing(
         frontier=Frontier(step, updates), fresh=False, torn=False, generation=2, rank=rank, size=4, computed_by=None,
         resume=Resume.IN_PLACE, schema="s", consecutive=1, open_ranges=(Range(0, 8, 16),),
+        shared_by=Group(rank, 4, 2), phase="step", gradients="was in its step", ages_s=(), step_s=0.0, reduction_s=0.0,
     )  # fmt: skip
     return standing._replace(**changes)
 

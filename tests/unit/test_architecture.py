@@ -18,10 +18,10 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 
 #: The floors of the house, the lowest first. A module imports from its own floor and from those below.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"policy", "events", "errors", "settings", "version"}),
+    frozenset({"policy", "policy_names", "events", "errors", "settings", "version"}),
     frozenset(
         {"agreement", "committer", "data", "faults", "installation", "ledger", "membership", "policies", "snapshot",
-         "timeline", "transfer", "agent", "checkpoint"}
+         "timeline", "trainee", "transfer", "agent", "checkpoint"}
     ),
     frozenset({"recovery"}),
     frozenset({"torch", "keras", "testing"}),

@@ -10,7 +10,7 @@ import pytest
 
 from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place
 from horovod_ft.errors import ConfigurationError
-from horovod_ft.ledger import Ledger, LedgerReport, verify_ledger
+from horovod_ft.ledger import Ledger, LedgerReport, Lossy, verify_ledger
 
 SAMPLES = 8
 BATCH = 4
@@ -244,3 +244,51 @@ def test_a_folder_that_cannot_be_written_to_names_the_variable(tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="HOROVOD_FT_LEDGER"):
         Ledger(tmp_path / "file" / "below", "w")
+
+
+# --- steps that were carried forward ---------------------------------------------------------------------------------
+
+
+def carried_forward(workers: Workers, *, noted: str = "ab") -> None:
+    """Worker b dies in step 2; a finishes it. ``noted``: who has written down what it was dealt."""
+    workers.train(range(1, 2), "ab")
+    deals = {"a": workers.deal(2, 0, 2, 0), "b": workers.deal(2, 1, 2, 0)}
+    for name in noted:
+        workers.ledger(name).dealt(2, deals[name])
+    workers.ledger("a").lossy(2, 0, deals["b"].ids.tolist(), 30, 120)
+    workers.committed(2, "a", generation=0)
+
+
+def test_samples_that_lost_weight_are_accounted_for(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    carried_forward(workers)
+    report = workers.verify()
+    assert report.complete
+    assert not report.exact
+    assert (report.steps, report.samples, report.epochs) == (2, SAMPLES, 1)
+    assert report.lossy == {2: Lossy(tuple(workers.deal(2, 1, 2, 0).ids.tolist()), 30, 120)}
+
+
+def test_a_worker_that_died_before_it_noted_its_share_leaves_no_hole(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    carried_forward(workers, noted="a")
+    report = workers.verify()
+    assert report.complete
+    assert (report.samples, report.epochs) == (SAMPLES, 1)
+
+
+def test_a_step_that_was_computed_again_after_all_has_lost_nothing(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 2), "ab")
+    workers.dealt(2, "ab")
+    workers.ledger("a").lossy(2, 0, workers.deal(2, 1, 2, 0).ids.tolist(), 30, 120)
+    workers.failed("a")
+    workers.train(range(2, 3), "a", generation=2)
+    assert workers.verify().exact
+
+
+def test_of_two_tries_to_go_forward_the_one_that_lost_more_counts(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    carried_forward(workers)
+    workers.ledger("a").lossy(2, 0, [1], 10, 120)
+    assert workers.verify().lossy[2].elements == 30

@@ -1,31 +1,34 @@
-"""Policies: what they are asked, what they may answer, and how one is found by name."""
+"""Policies: what they are asked, what they may answer, and how they combine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 from horovod_ft.errors import PolicyError
+from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import (
-    ENTRY_POINTS,
     Abort,
+    Budget,
+    Costs,
     Decision,
+    Escalation,
     Failure,
+    Forward,
     RecoveryPolicy,
     Replay,
     decide,
-    installed_policies,
-    parse_policy,
+    decisions_of,
 )
 
 FAILURE = Failure(
-    generation=2, step=7, updates=0, lost=(1,), survivors=(0, 2), size_before=3, size_after=2, behind=0, consecutive=1,
-    samples_at_risk=12,
+    generation=2, step=7, updates=0, phases=("update", "update"), lost=(1,), survivors=(0, 2), size_before=3,
+    size_after=2, newcomers=0, behind=0, consecutive=1, ages_s=(), samples_at_risk=12, gradients=4, gradients_done=1,
+    elements=100, elements_done=40, closed="", checkpoint_step=None, checkpoint_age_s=None,
+    costs=Costs(replay_s=0.2, forward_s=0.1),
 )  # fmt: skip
 
 
@@ -34,8 +37,8 @@ def test_a_failure_cannot_be_changed() -> None:
         FAILURE.step = 8  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("answer", [Replay(), Abort("enough")])
-def test_a_decision_is_passed_on(answer: Decision) -> None:
+@pytest.mark.parametrize("answer", [Replay(), Forward(), Abort("enough"), None])
+def test_a_decision_is_passed_on(answer: Decision | None) -> None:
     assert decide(lambda failure: answer, FAILURE) is answer
 
 
@@ -48,65 +51,100 @@ def test_a_policy_that_raises_is_the_policys_fault() -> None:
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("answer", [None, True, "replay", Replay])
+@pytest.mark.parametrize("answer", [True, "replay", Replay])
 def test_anything_else_is_no_decision(answer: Any) -> None:
-    with pytest.raises(PolicyError, match=r"which is not Replay\(\) or Abort"):
+    with pytest.raises(PolicyError, match=r"which is not Replay\(\), Forward"):
         decide(lambda failure: answer, FAILURE)
 
 
-# --- by name -------------------------------------------------------------------------------------------------------
-
-KNOWN: dict[str, Callable[..., RecoveryPolicy]] = {"rollback": MiniBatchRollback}
+# --- combining -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["rollback", " rollback ", "rollback()"])
-def test_a_name_alone_gives_the_default_policy(text: str) -> None:
-    assert parse_policy(text, KNOWN) == MiniBatchRollback()
+def declines(failure: Failure) -> None:
+    return None
 
 
-def test_arguments_are_given_by_name() -> None:
-    assert parse_policy("rollback(max_consecutive=5)", KNOWN) == MiniBatchRollback(max_consecutive=5)
+def test_the_next_policy_is_asked_when_one_has_no_answer() -> None:
+    policy = LossyForward(max_consecutive=2) | MiniBatchRollback()
+    assert policy(replace(FAILURE, consecutive=2)) == Forward()
+    assert policy(replace(FAILURE, consecutive=3)) == Replay()
+
+
+def test_a_function_can_stand_on_either_side() -> None:
+    assert (MiniBatchRollback() | (lambda failure: Abort("never asked")))(FAILURE) == Replay()
+    assert (declines | MiniBatchRollback())(FAILURE) == Replay()
+
+
+def test_without_any_answer_there_is_none() -> None:
+    assert (MiniBatchRollback(1) | declines)(replace(FAILURE, lost=(), consecutive=2)) is None
+
+
+def test_combining_is_associative() -> None:
+    one, two, three = LossyForward(), MiniBatchRollback(1), MiniBatchRollback(2)
+    assert (one | two) | three == one | (two | three) == Escalation((one, two, three))
+
+
+def test_it_says_what_it_is() -> None:
+    told = repr(MiniBatchRollback(2) | MiniBatchRollback(5))
+    assert told.startswith("MiniBatchRollback(max_consecutive=2")
+    assert " | MiniBatchRollback(max_consecutive=5" in told
+
+
+def test_an_abort_is_an_answer() -> None:
+    assert ((lambda failure: Abort("no")) | MiniBatchRollback())(FAILURE) == Abort("no")
+
+
+def test_what_is_no_policy_cannot_be_combined() -> None:
+    with pytest.raises(PolicyError, match="'rollback' cannot be combined"):
+        MiniBatchRollback() | "rollback"  # type: ignore[operator]
+
+
+def test_a_combination_can_decide_what_its_parts_can() -> None:
+    assert decisions_of(MiniBatchRollback() | MiniBatchRollback()) == {Replay}
+    assert decisions_of(MiniBatchRollback() | LossyForward()) == {Replay, Forward}
+    assert decisions_of(declines) == {Replay, Forward, Abort}
+    assert Forward in decisions_of(MiniBatchRollback() | declines)
+
+
+# --- going forward -------------------------------------------------------------------------------------------------
+
+
+def test_a_way_that_is_closed_cannot_be_taken() -> None:
+    with pytest.raises(PolicyError, match=r"Forward.*that way is closed: worker 1 is behind.*failure\.closed"):
+        decide(lambda failure: Forward(), replace(FAILURE, closed="worker 1 is behind"))
+
+
+@pytest.mark.parametrize("arguments", [{"missing": "guess"}, {"rescale": 1}])
+def test_a_forward_that_means_nothing_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match="must be"):
+        Forward(**arguments)
+
+
+# --- budgets -------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_of_consecutive_failures() -> None:
+    assert not Budget(max_consecutive=2).spent(replace(FAILURE, consecutive=2))
+    assert Budget(max_consecutive=2).spent(replace(FAILURE, consecutive=3))
+
+
+def test_a_budget_of_a_rate_counts_the_present_failure() -> None:
+    assert not Budget(at_most=1, within=5.0).spent(FAILURE)
+    assert Budget(at_most=1, within=5.0).spent(replace(FAILURE, ages_s=(5.0,)))
+
+
+def test_without_arguments_it_is_never_spent() -> None:
+    assert not Budget().spent(replace(FAILURE, consecutive=1000, ages_s=(0.0,) * 1000))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("nonsense", "no recovery policy 'nonsense'; installed: rollback"),
-        ("", "write NAME or NAME"),
-        ("rollback(", "write NAME or NAME"),
-        ("rollback(3)", "write NAME or NAME"),
-        ("a.b", "write NAME or NAME"),
-        ("rollback(max_consecutive=len)", "must be literals"),
-        ("rollback(patience=3)", "refuses its arguments.*patience"),
-        ("rollback(max_consecutive=0)", "max_consecutive is 0; it must be at least 1"),
-        ("rollback(**{'max_consecutive': 3})", "refuses its arguments"),
-    ],
-)
-def test_a_text_that_names_no_policy_is_explained(text: str, said: str) -> None:
-    with pytest.raises(PolicyError, match=said):
-        parse_policy(text, KNOWN)
-
-
-def test_without_any_policy_the_installation_is_suspected() -> None:
-    with pytest.raises(PolicyError, match="is horovod_ft installed with pip"):
-        parse_policy("rollback", {})
-
-
-def test_the_policies_of_this_package_are_installed() -> None:
-    assert installed_policies()["rollback"](max_consecutive=5) == MiniBatchRollback(max_consecutive=5)
-
-
-def test_a_policy_of_another_package_that_cannot_be_loaded_harms_only_those_who_ask_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    points = [
-        EntryPoint("rollback", "horovod_ft.policies.rollback:MiniBatchRollback", ENTRY_POINTS),
-        EntryPoint("broken", "no_such_package:Policy", ENTRY_POINTS),
-    ]
-    monkeypatch.setattr("horovod_ft.policy.entry_points", lambda group: points)
-    assert parse_policy("rollback") == MiniBatchRollback()
-    with pytest.raises(PolicyError, match=r"'broken' \(no_such_package:Policy\) cannot be loaded"):
-        parse_policy("broken")
+    "arguments",
+    [{"max_consecutive": 0}, {"max_consecutive": True}, {"at_most": 3}, {"within": 3.0}, {"at_most": 0, "within": 1.0},
+     {"at_most": 1, "within": 0.0}, {"at_most": 1, "within": float("nan")}],
+)  # fmt: skip
+def test_a_budget_that_means_nothing_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=r"must be|belong together"):
+        Budget(**arguments)
 
 
 # --- conformance of what is a policy -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from horovod_ft.faults.inject import FaultInjected
 from horovod_ft.faults.plan import Fault
 from horovod_ft.ledger import verify_ledger
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import Abort, Decision, Failure, RecoveryPolicy, Replay
+from horovod_ft.policy import Abort, Costs, Decision, Failure, RecoveryPolicy, Replay
 from horovod_ft.recovery import MAX_ATTEMPTS, HostsChanged
 from horovod_ft.testing.fake_world import Breakage
 from tests.unit.toy import DEFAULT, Ended, Job, Result, Toy, expected, run_toys, updated
@@ -441,12 +441,17 @@ def test_a_policy_is_asked_about_the_whole_failure() -> None:
         return Replay()
 
     run_toys(3, [DEATH], policy=same(policy))
-    assert asked == [
+    known = [replace(failure, costs=Costs(0.0, None)) for failure in asked]  # times differ from run to run
+    assert known == [
         Failure(
-            generation=0, step=2, updates=0, lost=(1,), survivors=(0, 2), size_before=3, size_after=2, behind=0,
-            consecutive=1, samples_at_risk=6,
+            generation=0, step=2, updates=0, phases=("update", "update"), lost=(1,), survivors=(0, 2), size_before=3,
+            size_after=2, newcomers=0, behind=0, consecutive=1, ages_s=(), samples_at_risk=6, gradients=1,
+            gradients_done=0, elements=1, elements_done=0, closed="", checkpoint_step=None, checkpoint_age_s=None,
+            costs=Costs(0.0, None),
         )
     ] * 2  # fmt: skip
+    assert asked[0] == asked[1]
+    assert asked[0].costs.replay_s > 0
 
 
 def test_the_decision_is_on_record() -> None:

@@ -7,7 +7,7 @@ Two updates a step stand for two optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_ft.agreement import Gradients, Reach
 from horovod_ft.committer import Committer
 from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place, Range
 from horovod_ft.events import Event, EventBus
@@ -23,9 +24,10 @@ from horovod_ft.faults.plan import Fault
 from horovod_ft.ledger import Ledger
 from horovod_ft.membership.base import Bytes, Group
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import RecoveryPolicy
+from horovod_ft.policy import Forward, RecoveryPolicy
 from horovod_ft.recovery import Engine
 from horovod_ft.testing.fake_world import Breakage, FakeMembership, FakeWorld, Outcome
+from horovod_ft.trainee import Finished
 from horovod_ft.transfer import Block
 
 Integers = NDArray[np.int64]
@@ -222,6 +224,8 @@ class Toy:
         self.extra = Value()
         self._batches_summed = 0
         self._gradients = [0] * job.updates
+        self._waiting: int | None = None
+        self._reduced: int | None = None
 
     def _record(self, event: Event) -> None:
         self.events.append(event)
@@ -254,13 +258,25 @@ class Toy:
         if self._batches_summed < self.job.passes:
             return
         for which in range(self.job.updates):
-            gradient = self.reduce(self._gradients[which], f"gradient.{which}")
+            gradient = self.wait_for_gradient(which)
             if self.engine.admit_update():
                 self.weights[which] = updated(self.weights[which], gradient)
                 self.engine.update_applied()
         self._batches_summed = 0
         self._gradients = [0] * self.job.updates
         self.schedule.value += 1
+
+    def wait_for_gradient(self, which: int) -> int:
+        self._waiting, self._reduced = which, None
+        try:
+            self._reduced = self.reduce(self._gradients[which], f"gradient.{which}")
+        except self.membership.failure_types as error:
+            if not self.engine.broken_update(error):
+                raise
+        finally:
+            self._waiting = None
+        assert self._reduced is not None
+        return self._reduced
 
     def reduce(self, value: int, name: str) -> int:
         try:
@@ -309,6 +325,33 @@ class Toy:
     def drain(self) -> tuple[int, int]:
         self.calls.append("drain")
         return 0, self.job.updates
+
+    def keep_gradients(self, keep: bool) -> None:
+        """The reduction is waited for where it is begun."""
+
+    def gradients(self) -> Gradients | str:
+        if self._waiting is None:
+            return "was elsewhere"
+        return Gradients(f"update {self._waiting}", (self._reduced is not None,), (1,), 1.0)
+
+    def finish(self, reach: Reach, decision: Forward) -> Finished:
+        assert self._waiting is not None
+        holder = reach.holders[0]
+        if holder is not None:
+            self._reduced = self.membership.comm.broadcast_object(self._reduced, holder, "completion")
+            return Finished(1, 1, (), 0)
+        local = self._gradients[self._waiting]
+        self._reduced = sum(self.membership.comm.allgather_object(local, "completion"))
+        return Finished(1, 1, ("weights",), 1)
+
+    def reduction_s(self) -> float:
+        return 0.0
+
+    def dealt_to(self, ranks: Iterable[int]) -> list[int]:
+        return self.cursor.dealt_to(ranks)
+
+    def refuse(self, error: BaseException) -> None:
+        self.calls.append("refuse")
 
     def discard(self) -> None:
         self._batches_summed = 0

@@ -90,3 +90,14 @@ def test_one_worker_is_no_workers() -> None:
 def test_workers_are_in_order_of_their_numbers() -> None:
     run = Run().form(11)
     assert chronicle(run.events)[0].workers == tuple(map(str, range(11)))
+
+
+def test_a_batch_that_was_carried_forward_says_what_is_lost() -> None:
+    run = Run()
+    told: dict[str, Any] = {"gone": [1], "gradients": 6, "elements": 200, "lossy_elements": 50}
+    run.add(1.0, "forward", 0, step=4, **{**told, "lossy": ["a", "b"]})
+    run.add(2.0, "forward", 0, generation=1, step=5, **{**told, "gone": [1, 3], "lossy": [], "lossy_elements": 0})
+    assert [row.text for row in chronicle(run.events)] == [
+        "carried forward without rank 1: 2 of 6 gradients (25% of the update) lack its part",
+        "carried forward without the ranks 1, 3: nothing is lost of the update",
+    ]

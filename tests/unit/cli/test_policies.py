@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from horovod_ft.policy import ENTRY_POINTS
+from horovod_ft.policy_names import ENTRY_POINTS
 from tests.unit.cli.conftest import Call
 
 ROLLBACK = EntryPoint("rollback", "horovod_ft.policies.rollback:MiniBatchRollback", ENTRY_POINTS)
@@ -42,7 +42,7 @@ def test_our_own_with_its_arguments_and_what_it_does(call: Call, install: Instal
     install(ROLLBACK)
     told = call("policies")
     assert told.code == 0
-    assert "rollback(max_consecutive=3)" in told.out
+    assert "rollback(max_consecutive=3, at_most=None," in told.out
     assert "Replay the mini-batch, unless it keeps failing." in told.out
 
 

@@ -149,6 +149,15 @@ def test_a_ledger_that_is_not_exact_says_why(call: Call, tmp_path: Path) -> None
     assert "1 samples were trained on more than once" in out
 
 
+def test_samples_that_lost_weight_are_told(call: Call, tmp_path: Path) -> None:
+    place = ledger(tmp_path / "ledger", [0, 1])
+    lossy = {"kind": "lossy", "step": 1, "generation": 0, "ids": [1], "elements": 3, "of": 4}
+    (place / "ledger-b-1-2.jsonl").write_text(json.dumps(lossy) + "\n")
+    out = call("report", "--no-png", str(lost_one().write(tmp_path / "events"))).out
+    assert "every sample accounted for, and some lost weight" in out
+    assert "step 1: 1 samples do not count in 75% of the update" in out
+
+
 def test_a_ledger_elsewhere(call: Call, tmp_path: Path) -> None:
     place = ledger(tmp_path / "elsewhere", [0, 1])
     told = call("report", "--no-png", "--ledger", str(place), str(lost_one().write(tmp_path / "run")))

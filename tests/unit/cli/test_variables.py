@@ -50,7 +50,7 @@ def test_a_value_that_cannot_be_used(name: str, value: str) -> None:
 
 def test_a_policy_of_another_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = EntryPoint("broken", "no_such_module:Policy", "horovod_ft.policies")
-    monkeypatch.setattr("horovod_ft.policy.entry_points", lambda group: [broken])
+    monkeypatch.setattr("horovod_ft.policy_names.entry_points", lambda group: [broken])
     check = checked(POLICY="broken")["POLICY"]
     assert check.status is Status.FAILED
     assert "no_such_module" in check.detail

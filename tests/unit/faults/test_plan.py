@@ -43,7 +43,7 @@ def test_every_phase_is_accepted(phase: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_accepted(kind: str) -> None:
     seconds = {"seconds": 1.5} if kind == "slow" else {}
-    assert parse_plan(entry(worker=0, phase="data", kind=kind, **seconds))[0].kind == kind
+    assert parse_plan(entry(worker=0, phase="allreduce", kind=kind, **seconds))[0].kind == kind
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,7 @@ def test_a_fault_reads_as_a_sentence() -> None:
         ({"phase": "data", "worker": 1, "after": 1}, "after counts reduced gradients.* in phase allreduce only"),
         ({"phase": "allreduce", "worker": 1, "after": -1}, "after counts reduced gradients"),
         ({"phase": "data", "worker": 1, "kind": "slow"}, "slow needs seconds"),
+        ({"phase": "data", "worker": 1, "kind": "lose"}, "lose is for phase allreduce only"),
         ({"phase": "data", "worker": 1, "kind": "kill", "seconds": 1.0}, "seconds is .* for slow and stop only"),
         ({"phase": "data", "worker": 1, "kind": "stop", "seconds": 0.0}, "seconds is a positive number"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from horovod_ft.errors import PolicyError
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import Abort, Replay
+from horovod_ft.policy import Replay
 from tests.unit.test_policy import FAILURE
 
 NOBODY_LOST = replace(FAILURE, lost=(), survivors=(0, 1, 2), size_after=3)
@@ -27,10 +27,15 @@ def test_a_failure_that_lost_nobody_is_replayed_a_few_times(consecutive: int) ->
     assert MiniBatchRollback(2)(replace(NOBODY_LOST, consecutive=consecutive)) == Replay()
 
 
-def test_a_failure_that_comes_again_and_again_without_losing_anybody_aborts() -> None:
-    decision = MiniBatchRollback(2)(replace(NOBODY_LOST, consecutive=3))
-    assert isinstance(decision, Abort)
-    assert "step 8 failed 3 times in a row although no worker was lost" in decision.reason
+def test_it_has_no_answer_to_a_failure_that_comes_again_and_again_without_losing_anybody() -> None:
+    assert MiniBatchRollback(2)(replace(NOBODY_LOST, consecutive=3)) is None
+
+
+def test_it_can_be_bound_to_a_rate_of_failures() -> None:
+    policy = MiniBatchRollback(at_most=3, within=60.0)
+    assert policy(replace(FAILURE, ages_s=(10.0, 59.0))) == Replay()
+    assert policy(replace(FAILURE, ages_s=(10.0, 59.0, 60.0))) is None
+    assert policy(replace(FAILURE, ages_s=(10.0, 61.0, 62.0, 63.0))) == Replay()
 
 
 def test_not_replaying_at_all_is_not_what_this_policy_is_for() -> None:

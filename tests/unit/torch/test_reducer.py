@@ -23,16 +23,13 @@ from tests.unit.torch.tools import (
     batch,
     copy_of,
     distributed,
+    full,
     gradients,
     make,
     network,
     same,
     train,
 )
-
-
-def full(tensor: Tensor, value: float) -> Tensor:
-    return torch.full_like(tensor, value)
 
 
 def local_gradients(model: nn.Module, step: int = 0) -> dict[str, Tensor]:

@@ -89,6 +89,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def full(tensor: Tensor, value: float) -> Tensor:
+    return torch.full_like(tensor, value)
+
+
 def same(left: Any, right: Any) -> bool:
     """Bitwise equality of tensors, and of dicts and sequences of them."""
     if isinstance(left, Tensor):

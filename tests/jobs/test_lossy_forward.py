@@ -70,14 +70,15 @@ def test_a_kill_after_any_number_of_reduced_gradients(tmp_path: Path, workers: i
     outcome = run_job(tmp_path, [fault(1, 5, "allreduce", after=after)], workers=workers, policy=POLICY)
     check_sound(outcome, set(range(workers)) - {1}, lossy=True)
     check_like_reference(outcome, carried=carried(outcome))
-    (step, event), *others = forwards(outcome).items()
-    assert not others
-    lossy = event.data["lossy"]
-    if after < GRADIENTS:
-        assert (step, len(lossy)) == (5, GRADIENTS - after)
-    assert len(event.data["samples"]) == (12 // workers if lossy else 0)
-    assert outcome.ledger.exact == (not lossy)
     assert len(outcome.kinds("recovered")) == workers - 1
+    found = forwards(outcome)
+    if after == GRADIENTS:  # the survivors may have all of them too, and find out later, or only some of them may
+        assert len(found) <= 1
+        return
+    assert list(found) == [5]
+    assert len(found[5].data["lossy"]) == GRADIENTS - after
+    assert len(found[5].data["samples"]) == 12 // workers
+    assert not outcome.ledger.exact
 
 
 @pytest.mark.parametrize("rescale", [True, False])

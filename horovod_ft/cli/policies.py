@@ -19,7 +19,7 @@ def policies() -> None:
     table.add_column("policy", style="bold", no_wrap=True)
     table.add_column("what it does")
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        table.add_row(Text(point.name + signature(point)), Text(summary(point)))
+        table.add_row(Text(point.name), Text.assemble(summary(point), (f"\n{signature(point)}", "dim")))
     console = Console()
     if table.row_count:
         console.print(table)
@@ -37,12 +37,12 @@ def summary(point: EntryPoint) -> str:
 
 
 def signature(point: EntryPoint) -> str:
-    """The arguments it takes, with their defaults; empty if they cannot be told."""
+    """How it is called, with the defaults of its arguments; its name alone if they cannot be told."""
     try:
         parameters = inspect.signature(point.load()).parameters.values()
     except Exception:
-        return ""
-    return "(" + ", ".join(_argument(parameter) for parameter in parameters) + ")"
+        return point.name
+    return f"{point.name}({', '.join(_argument(parameter) for parameter in parameters)})"
 
 
 def _argument(parameter: inspect.Parameter) -> str:

@@ -8,6 +8,7 @@
    turns.
 
     python benchmarks/step_overhead.py [--json FILE] [--quick]
+    python benchmarks/step_overhead.py --policy lossy_forward
     python benchmarks/step_overhead.py --control        stock against stock: what the measurement itself is worth
     python benchmarks/step_overhead.py --profile        what Python does in a step, by cProfile
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -159,10 +161,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as one JSON object")
     parser.add_argument("--seconds", type=float, default=60.0, help="to measure each case for (default: 60)")
     parser.add_argument("--quick", action="store_true", help="a few seconds a case: to see that all works")
+    parser.add_argument("--policy", default="rollback", help="of our side, as in HOROVOD_FT_POLICY (default: rollback)")
     parser.add_argument("--control", action="store_true", help="stock against stock, steps only")
     parser.add_argument("--profile", action="store_true", help="what Python does in a step, nothing else")
     arguments = parser.parse_args()
     seconds = 4.0 if arguments.quick else arguments.seconds
+    os.environ["HOROVOD_FT_POLICY"] = arguments.policy  # the workers inherit it
     with tempfile.TemporaryDirectory(prefix="horovod_ft-bench-") as temporary:
         folder = Path(temporary)
         if arguments.profile:
@@ -174,7 +178,7 @@ def main() -> int:
             write_json(arguments.json, {"benchmark": "step_overhead control", "step_cases": cases, **circumstances()})
             return 0
         more = {**memory(folder), **commits(seconds / 3, folder / "commits")}
-    result = summarized(cases, more)
+    result = {**summarized(cases, more), "policy": arguments.policy}
     show(result)
     write_json(arguments.json, result)
     return 0

@@ -25,6 +25,7 @@ from horovod_ft.torch.loader import ElasticDataLoader
 from horovod_ft.torch.parts import BasePart
 from horovod_ft.torch.runtime import current, init, shutdown
 from horovod_ft.torch.sampler import ElasticSampler
+from horovod_ft.torch.scaling import LearningRateRule
 from horovod_ft.torch.state import TorchState
 from horovod_ft.trainee import Finished
 
@@ -181,6 +182,7 @@ __all__ = [
     "Forward",
     "HostsChanged",
     "HostsUpdatedInterrupt",
+    "LearningRateRule",
     "LossyForward",
     "MiniBatchRollback",
     "ObjectState",

@@ -39,6 +39,7 @@ from horovod_ft.torch.reducer import GradientReducer
 from horovod_ft.torch.replica import TensorBlock, TorchReplica
 from horovod_ft.torch.runtime import current
 from horovod_ft.torch.sampler import ElasticSampler
+from horovod_ft.torch.scaling import LearningRateRule
 from horovod_ft.trainee import Finished
 from horovod_ft.transfer import transfer
 
@@ -55,9 +56,12 @@ class TorchState(State):  # type: ignore[misc]
         optimizer: made by ``hvd.DistributedOptimizer``; more of them under other names.
         loader: an ``ElasticDataLoader``.
 
+    A ``LearningRateRule`` among them lets the learning rates of all optimizers follow the number of workers.
+
     Raises:
         UsageError: before ``hvd.init()``.
-        ConfigurationError: a name is taken, or there is more than one loader.
+        ConfigurationError: a name is taken, there is more than one loader, or a rule for learning rates together with a
+            constant global batch.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, loader: Any = None, **kwargs: Any) -> None:
@@ -76,6 +80,7 @@ class TorchState(State):  # type: ignore[misc]
         self._keep = False
         self._replica = TorchReplica(lambda: self._named(torch.nn.Module), lambda: self._named(torch.optim.Optimizer))
         self._only_loader()
+        self._only_rule()
         self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)
         self._snapshot.enabled = self._loader is None
         self._committer = Committer(self._parts())
@@ -133,6 +138,7 @@ class TorchState(State):  # type: ignore[misc]
         """Go back to the last ``commit`` or ``save``. Never blocks."""
         for part in self._committer.parts:
             part.rollback()
+        self._follow(current().group())
 
     def sync(self) -> None:
         """Take over everything from worker 0. Blocks; all workers call it."""
@@ -270,6 +276,7 @@ class TorchState(State):  # type: ignore[misc]
 
     def settled(self, group: Group) -> None:
         self._redeal()
+        self._follow(group)
 
     def reentering(self) -> None:
         if self._loader is not None:
@@ -318,6 +325,24 @@ class TorchState(State):  # type: ignore[misc]
             optimizer.ft_reducer.set_weight(deal.weight)
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _follow(self, group: Group) -> None:
+        """Let learning rates follow the size of the group, if there is a rule for it."""
+        for rule in self._named(LearningRateRule).values():
+            optimizers = self._named(torch.optim.Optimizer).values()
+            factor = rule.follow(group.size, optimizers, self._named(torch.optim.lr_scheduler.LRScheduler).values())
+            if factor is not None:
+                current().bus.emit("learning_rate", factor=factor, workers=group.size)
+
+    def _only_rule(self) -> None:
+        rules = self._named(LearningRateRule)
+        if len(rules) > 1:
+            raise ConfigurationError(f"TorchState tracks one LearningRateRule, not {sorted(rules)}")
+        if rules and self._loader is not None and self._loader.cursor.batch.total is not None:
+            raise ConfigurationError(
+                f"state.{next(iter(rules))} has no meaning with global_batch_size: an update does not depend on the "
+                "number of workers, so the learning rate need not follow it. Leave the rule out, or use batch_size"
+            )
 
     def _redeal(self) -> None:
         for sampler in self._named(ElasticSampler).values():

@@ -46,6 +46,7 @@ class Config:
     disagree_at: int | None = None
     commit_every: int = 0
     kill_before_batch: int | None = None
+    lr_rule: str | None = None
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

@@ -129,6 +129,15 @@ def test_batch_size_for_each_worker(tmp_path: Path, phase: str) -> None:
     check_sound(outcome, {0, 2})
 
 
+def test_a_learning_rate_that_follows_the_number_of_workers(tmp_path: Path) -> None:
+    faults = [fault(1, 5, "backward"), fault(2, 7, "commit")]
+    outcome = run_job(tmp_path, faults, workers=4, global_batch=None, batch=4, lr_rule="linear")
+    check_sound(outcome, {0, 3})
+    scalars = outcome.results[0].scalars
+    assert scalars["lr"] == pytest.approx(0.1 * 2 / 4 * 0.97 ** scalars["steps"])
+    assert [event.data["workers"] for event in outcome.kinds("learning_rate") if event.rank == 0] == [3, 2]
+
+
 def test_a_failure_between_steps_enters_the_training_function_again(tmp_path: Path) -> None:
     outcome = run_job(tmp_path, [fault(1, 9, "commit")], metric=True)
     check_sound(outcome, {0, 2})

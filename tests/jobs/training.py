@@ -40,8 +40,9 @@ def main(config: Config) -> None:
         dataset(config), config.batch, True, global_batch_size=config.global_batch, seed=5,
         num_workers=config.num_workers,
     )  # fmt: skip
+    more = {} if config.lr_rule is None else {"lr_rule": hvd.elastic.LearningRateRule(config.lr_rule)}
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, scaler=scaler,
-                                   epochs_seen=0, batches=0)  # fmt: skip
+                                   epochs_seen=0, batches=0, **more)  # fmt: skip
 
     @hvd.elastic.run(policy=config.policy)
     def train(state: Any) -> None:

@@ -19,9 +19,10 @@ from typing import TypeVar
 
 from horovod_ft.agreement import Agreement, Resume, Standing, agree, failure_of, same_everywhere
 from horovod_ft.committer import Committer
-from horovod_ft.errors import HorovodFtError, PolicyError, RecoveryError, UsageError
+from horovod_ft.errors import DivergenceError, HorovodFtError, PolicyError, RecoveryError, UsageError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
+from horovod_ft.guard import judge
 from horovod_ft.ledger import Ledger
 from horovod_ft.membership.base import Group, Membership, Pending
 from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, decide, decisions_of
@@ -251,6 +252,7 @@ class Engine:
         try:
             self.injector.at("commit", self.committer.frontier.step + 1)
             self.commit()
+            self._compare_replicas()
             changed = self._changed()
             if not changed:
                 self._ask_for_changes()  # and look at the answer when the next step ends: nobody waits for it
@@ -284,6 +286,41 @@ class Engine:
         self._last_commit = now
         self._failures = 0
 
+    def _compare_replicas(self) -> None:
+        """If the guard is due: find out who has another replica than the others, and give it theirs. Blocks then.
+
+        Raises:
+            DivergenceError: on all workers, if there is no majority.
+        """
+        guard = self._trainee.guard()
+        if guard is None or self.committer.frontier.step % guard.every:
+            return
+        comm, group = self.membership.comm, self.membership.group
+        digests = comm.allgather_object(self._trainee.digest(), "digest")
+        if len(set(digests)) == 1:
+            return
+        verdict = judge(digests) or judge(digests, comm.allgather_object(self._trainee.finite(), "finite"))
+        step = self.committer.frontier.step
+        if verdict is None:
+            self._bus.emit("diverged", healthy=(), differing=tuple(range(group.size)))
+            raise DivergenceError(
+                f"after step {step} the workers have different parameters or optimizer states, and no majority has the "
+                f"same: {', '.join(f'worker {rank}: {digest:016x}' for rank, digest in enumerate(digests))}. A bit has "
+                "flipped somewhere, or the script updates parameters from something that is not equal everywhere. Go "
+                "back to a checkpoint; with three workers or more, one that differs can be healed"
+            )
+        self._bus.emit("diverged", healthy=verdict.healthy, differing=verdict.differing)
+        log.warning("horovod_ft: after step %d the replicas of the workers %s differ from the others' and are replaced",
+                    step, list(verdict.differing))
+        began = self._mono()
+        whole = Agreement(
+            frontier=self.committer.frontier, holders=verdict.healthy, lacking=verdict.differing, newcomers=(),
+            generation=group.generation, start=False, computed_by=None, reenter=True, lost=(),
+            survivors=tuple(range(group.size)), size_before=group.size, consecutive=0, open_ranges=(), at_risk=0,
+        )  # fmt: skip
+        sent = transfer(comm, whole, group.rank, self._trainee, self.committer)
+        self._bus.emit("healed", duration_s=self._mono() - began, nbytes=sent.nbytes, differing=verdict.differing)
+
     def commit_explicitly(self) -> None:
         """The commit of scripts that commit themselves: remember everything, and look for changes of the group.
 
@@ -293,6 +330,8 @@ class Engine:
             HostsChanged: workers come or go; on all workers at once.
         """
         self.commit()
+        if self.running:
+            self._compare_replicas()
         if not self.stepping:
             self.committer.begin()
         self.check_for_changes()

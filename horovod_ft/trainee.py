@@ -8,6 +8,7 @@ from typing import Protocol
 
 from horovod_ft.agreement import Gradients, Reach
 from horovod_ft.data import Range
+from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
 from horovod_ft.policy import Forward
 from horovod_ft.transfer import Replica
@@ -68,6 +69,15 @@ class Trainee(Replica, Protocol):
 
     def refuse(self, error: BaseException) -> None:
         """Until ``discard``, gradients and updates raise: the body of the step is on its way out."""
+
+    def guard(self) -> ReplicaGuard | None:
+        """How often replicas are to be compared; None for never."""
+
+    def digest(self) -> int:
+        """A number that follows from every bit of the replicated tensors. One pass over their memory."""
+
+    def finite(self) -> bool:
+        """Whether the replicated tensors hold finite numbers only."""
 
     def discard(self) -> None:
         """Forget gradients of the step that failed."""

@@ -19,6 +19,9 @@ class FaultInjected(RuntimeError):  # noqa: N818  it is no error of anybody, it 
 class Injector:
     """The faults of a plan that are meant for this worker.
 
+    Attributes:
+        corrupt: does ``bitflip`` and ``nan`` to a parameter; set by the adapter that has the parameters.
+
     Args:
         faults: the whole plan.
         start_rank, host: who this worker is.
@@ -36,6 +39,7 @@ class Injector:
         send: Callable[[int], None] = lambda number: os.kill(os.getpid(), number),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self.corrupt: Callable[[str], None] = lambda kind: None
         self.waiting = [fault for fault in faults if fault.hits(start_rank, host)]
         self._bus = bus
         self._send = send
@@ -73,6 +77,8 @@ class Injector:
                 self._sleep(fault.seconds or 0.0)
             case "lose":
                 pass  # done by whoever has the reductions
+            case "bitflip" | "nan":
+                self.corrupt(fault.kind)
             case "exception":
                 raise FaultInjected(f"asked for by the fault plan: {fault}")
 

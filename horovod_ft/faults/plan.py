@@ -24,7 +24,7 @@ Phase = Literal[
     "data", "forward", "backward", "allreduce", "optimizer", "commit", "reform", "sync", "agreement", "transfer",
     "completion",
 ]
-Kind = Literal["kill", "exception", "stop", "slow", "lose"]
+Kind = Literal["kill", "exception", "stop", "slow", "lose", "bitflip", "nan"]
 PHASES: tuple[str, ...] = get_args(Phase)
 KINDS: tuple[str, ...] = get_args(Kind)
 #: Phases of a recovery. Their ``step`` is the first step at which they may fire: which step a recovery goes on from
@@ -41,7 +41,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: ``kill`` sends SIGKILL to the worker itself, ``stop`` sends SIGSTOP (and SIGCONT after ``seconds`` if
             given), ``exception`` raises FaultInjected, ``slow`` sleeps for ``seconds``. ``lose``, in ``allreduce``
             only, is a failure that this worker alone sees: its reductions after the first ``after`` of the step count
-            as failed, whatever became of them elsewhere.
+            as failed, whatever became of them elsewhere. ``bitflip`` flips a bit of a parameter of this worker alone,
+            ``nan`` makes a number of it NaN.
         worker: start rank. Exactly one of worker and host is given.
         host: every worker of that host.
         step: counted from 1.

@@ -13,6 +13,7 @@ from horovod_ft.agreement import Reach
 from horovod_ft.committer import Committer
 from horovod_ft.data import Range
 from horovod_ft.errors import ConfigurationError, PolicyError
+from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
 from horovod_ft.policies.auto import Auto
 from horovod_ft.policies.lossy_forward import LossyForward
@@ -133,6 +134,15 @@ class _OtherState:
     def dealt_to(self, ranks: Iterable[int]) -> list[int]:
         return []
 
+    def guard(self) -> None:
+        return None
+
+    def digest(self) -> int:
+        raise NotImplementedError  # see ``guard``
+
+    def finite(self) -> bool:
+        raise NotImplementedError  # see ``guard``
+
     def refuse(self, error: BaseException) -> None:
         """Never: it has no ``step``."""
 
@@ -188,6 +198,7 @@ __all__ = [
     "ObjectState",
     "RecoveryPolicy",
     "Replay",
+    "ReplicaGuard",
     "State",
     "TorchState",
     "init",

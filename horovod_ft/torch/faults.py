@@ -22,11 +22,26 @@ def install_faults(
     """
     if not injector.waiting:
         return
+    models = list(models)
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    injector.corrupt = lambda kind: corrupt(max(parameters, key=torch.numel), kind)
     for model in models:
         leaf = next((module for module in model.modules() if not list(module.children())), model)
         leaf.register_forward_hook(lambda *_: injector.at("forward", committer.frontier.step + 1))
     for optimizer in optimizers:
         optimizer.ft_reducer.probe = _Probe(injector, committer, optimizer.ft_reducer)
+
+
+@torch.no_grad()
+def corrupt(parameter: torch.Tensor, kind: str) -> None:
+    """Change one number in the middle of a parameter: flip the lowest bit of its exponent, or make it NaN."""
+    middle = parameter.reshape(-1)[parameter.numel() // 2]
+    if kind == "nan":
+        middle.fill_(float("nan"))
+    else:
+        mantissa = {2: 10, 4: 23, 8: 52}[parameter.element_size()]
+        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+        middle.view(words).bitwise_xor_(1 << mantissa)
 
 
 class _Probe:

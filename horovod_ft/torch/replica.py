@@ -11,6 +11,9 @@ import torch
 from horovod_ft.membership.base import Bytes
 from horovod_ft.torch.parts import copied
 
+#: Whole numbers by their size in bytes.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class TensorBlock:
     """A tensor as a ``transfer.Block``."""
@@ -122,9 +125,26 @@ class TorchReplica:
     def replicated_tensors(self) -> list[torch.Tensor]:
         return [tensor for _, tensor, local in self.named() if not local] + self.optimizer_tensors()
 
+    def digest(self) -> int:
+        """The bits of all replicated tensors in one number of 64 bits: their sums as whole numbers, chained."""
+        sums = [_words(tensor).sum(dtype=torch.int64) for tensor in self.replicated_tensors() if tensor.numel()]
+        total = 0
+        for value in torch.stack([one.cpu() for one in sums]).tolist() if sums else ():
+            total = (total * 1_000_003 + value) % 2**64
+        return total
+
+    def finite(self) -> bool:
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self.replicated_tensors())
+
     def blocks(self) -> list[TensorBlock]:
         named = [TensorBlock(tensor, local=local) for _, tensor, local in self.named()]
         return named + [TensorBlock(tensor, local=False) for tensor in self.optimizer_tensors()]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as whole numbers."""
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return plain.contiguous().view(WORDS[plain.element_size()])
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

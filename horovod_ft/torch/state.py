@@ -17,6 +17,7 @@ from horovod_ft.agreement import Agreement, Gradients, Reach
 from horovod_ft.committer import Committer, Frontier, Part
 from horovod_ft.data import Cursor, Deal, Range
 from horovod_ft.errors import ConfigurationError
+from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
 from horovod_ft.policy import Forward
 from horovod_ft.recovery import Engine, StepContext
@@ -56,7 +57,8 @@ class TorchState(State):  # type: ignore[misc]
         optimizer: made by ``hvd.DistributedOptimizer``; more of them under other names.
         loader: an ``ElasticDataLoader``.
 
-    A ``LearningRateRule`` among them lets the learning rates of all optimizers follow the number of workers.
+    A ``LearningRateRule`` among them lets the learning rates of all optimizers follow the number of workers, a
+    ``ReplicaGuard`` compares the workers' replicas from time to time.
 
     Raises:
         UsageError: before ``hvd.init()``.
@@ -250,6 +252,15 @@ class TorchState(State):  # type: ignore[misc]
     def dealt_to(self, ranks: Iterable[int]) -> list[int]:
         return [] if self._loader is None else self._loader.cursor.dealt_to(ranks)
 
+    def guard(self) -> ReplicaGuard | None:
+        return next(iter(self._named(ReplicaGuard).values()), None)
+
+    def digest(self) -> int:
+        return self._replica.digest()
+
+    def finite(self) -> bool:
+        return self._replica.finite()
+
     def refuse(self, error: BaseException) -> None:
         for optimizer in self._distributed():
             optimizer.ft_reducer.refuse(error)
@@ -419,6 +430,7 @@ class _Names(dict[str, str]):
             ("optimizer", torch.optim.Optimizer),
             ("loader", ElasticDataLoader),
             ("scaler", torch.amp.GradScaler),
+            ("guard", ReplicaGuard),
         )
         for kind, type_ in kinds:
             if isinstance(value, type_):

@@ -47,6 +47,7 @@ class Config:
     commit_every: int = 0
     kill_before_batch: int | None = None
     lr_rule: str | None = None
+    guard_every: int | None = None
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

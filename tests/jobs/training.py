@@ -40,9 +40,8 @@ def main(config: Config) -> None:
         dataset(config), config.batch, True, global_batch_size=config.global_batch, seed=5,
         num_workers=config.num_workers,
     )  # fmt: skip
-    more = {} if config.lr_rule is None else {"lr_rule": hvd.elastic.LearningRateRule(config.lr_rule)}
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, scaler=scaler,
-                                   epochs_seen=0, batches=0, **more)  # fmt: skip
+                                   epochs_seen=0, batches=0, **helpers(config))  # fmt: skip
 
     @hvd.elastic.run(policy=config.policy)
     def train(state: Any) -> None:
@@ -92,6 +91,13 @@ def main(config: Config) -> None:
 
     (train_with_commits if config.commit_every else train)(state)
     leave_result(config, state)
+
+
+def helpers(config: Config) -> dict[str, Any]:
+    """What else the state looks after."""
+    rule = {} if config.lr_rule is None else {"lr_rule": hvd.elastic.LearningRateRule(config.lr_rule)}
+    guard = {} if config.guard_every is None else {"replica_guard": hvd.elastic.ReplicaGuard(config.guard_every)}
+    return {**rule, **guard}
 
 
 def fall_behind(folder: Path) -> None:

@@ -21,6 +21,7 @@ from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place, Range
 from horovod_ft.events import Event, EventBus
 from horovod_ft.faults.inject import Injector
 from horovod_ft.faults.plan import Fault
+from horovod_ft.guard import ReplicaGuard
 from horovod_ft.ledger import Ledger
 from horovod_ft.membership.base import Bytes, Group
 from horovod_ft.policies.rollback import MiniBatchRollback
@@ -224,6 +225,8 @@ class Toy:
         self.extra = Value()
         self._batches_summed = 0
         self._gradients = [0] * job.updates
+        self.replica_guard: ReplicaGuard | None = None
+        self.sane = True
         self._waiting: int | None = None
         self._reduced: int | None = None
 
@@ -349,6 +352,15 @@ class Toy:
 
     def dealt_to(self, ranks: Iterable[int]) -> list[int]:
         return self.cursor.dealt_to(ranks)
+
+    def guard(self) -> ReplicaGuard | None:
+        return self.replica_guard
+
+    def digest(self) -> int:
+        return int.from_bytes(self.weights.tobytes()[:16], "little") % 2**64
+
+    def finite(self) -> bool:
+        return self.sane
 
     def refuse(self, error: BaseException) -> None:
         self.calls.append("refuse")

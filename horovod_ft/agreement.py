@@ -6,7 +6,7 @@ for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -32,12 +32,14 @@ class Gradients(NamedTuple):
     Attributes:
         update: says which update it is; equal on all workers in the same one.
         done: for each reduction of the update, in an order that is equal on all workers, whether it is here.
+        lossy: for each of them, whether what is here comes from an earlier try to go forward, and lacks some shares.
         elements: for each of them, how many numbers it has.
         weight: of this worker's share of the mini-batch; 1.0 if all shares are equal.
     """
 
     update: str
     done: tuple[bool, ...]
+    lossy: tuple[bool, ...]
     elements: tuple[int, ...]
     weight: float
 
@@ -47,22 +49,35 @@ class Reach:
     """How far the group came in the update that failed: the gradient frontiers of its workers, merged.
 
     Attributes:
-        holders: for each reduction the lowest rank that has its result, None if nobody does.
+        holders: for each reduction the lowest rank that has its result, a whole one if possible; None if nobody has.
+        lossy: for each of them, whether that result lacks the share of somebody.
         elements: as in Gradients.
         weights: of the workers' shares, by rank.
         shared_by: the group that the mini-batch was dealt to; as rank 0 of the new group was in it.
-        gone: ranks, in that group, of those who are not left.
+        ranks: in that group, of those who are left, by their new ranks.
     """
 
     holders: tuple[int | None, ...]
+    lossy: tuple[bool, ...]
     elements: tuple[int, ...]
     weights: tuple[float, ...]
     shared_by: Group
-    gone: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     @property
-    def elements_done(self) -> int:
-        return sum(size for size, holder in zip(self.elements, self.holders, strict=True) if holder is not None)
+    def gone(self) -> tuple[int, ...]:
+        """Ranks, in the group that the mini-batch was dealt to, of those who are not left."""
+        return tuple(sorted(set(range(self.shared_by.size)) - set(self.ranks)))
+
+    @property
+    def largest(self) -> int:
+        """The new rank of the worker with the most samples; the lowest of several."""
+        return max(range(len(self.weights)), key=lambda rank: (self.weights[rank], -rank))
+
+    @property
+    def whole(self) -> tuple[bool, ...]:
+        """For each reduction whether somebody has a result that lacks nobody's share."""
+        return tuple(holder is not None and not lossy for holder, lossy in zip(self.holders, self.lossy, strict=True))
 
 
 class Standing(NamedTuple):
@@ -225,18 +240,24 @@ def _reach(standings: Sequence[Standing], holders: Sequence[int], newcomers: Seq
     strangers = [rank for rank, one in enumerate(standings) if one.shared_by.generation != shared_by.generation]
     if strangers:
         return f"worker {strangers[0]} got its share of the mini-batch in another group than worker 0"
+    holding = [_holder(frontiers, index) for index in range(len(first.done))]
     return Reach(
-        holders=tuple(next(_who(frontiers, index), None) for index in range(len(first.done))),
+        holders=tuple(holder for holder, _ in holding),
+        lossy=tuple(lossy for _, lossy in holding),
         elements=first.elements,
         weights=tuple(one.weight for one in frontiers),
         shared_by=shared_by,
-        gone=tuple(sorted(set(range(shared_by.size)) - {standing.shared_by.rank for standing in standings})),
+        ranks=tuple(standing.shared_by.rank for standing in standings),
     )
 
 
-def _who(frontiers: Sequence[Gradients], index: int) -> Iterator[int]:
-    """The ranks that have the result of a reduction."""
-    return (rank for rank, one in enumerate(frontiers) if one.done[index])
+def _holder(frontiers: Sequence[Gradients], index: int) -> tuple[int | None, bool]:
+    """The lowest rank that has the result of a reduction, a whole one if possible; and whether it is not whole."""
+    have = [(one.lossy[index], rank) for rank, one in enumerate(frontiers) if one.done[index]]
+    if not have:
+        return None, False
+    lossy, rank = min(have)
+    return rank, lossy
 
 
 def _samples(ranges: Sequence[Range]) -> int:
@@ -249,9 +270,10 @@ def failure_of(agreement: Agreement, size: int) -> Failure:
     Args:
         size: of the new group.
     """
-    reach = agreement.reach or Reach((), (), (), Group(0, 1), ())
-    elements = sum(reach.elements)
-    missing = elements - reach.elements_done
+    reach = agreement.reach
+    elements = reach.elements if reach else ()
+    whole = reach.whole if reach else ()
+    missing = sum(size for size, holder in zip(elements, reach.holders if reach else (), strict=True) if holder is None)
     return Failure(
         generation=agreement.generation - 1,
         step=agreement.frontier.step,
@@ -266,16 +288,18 @@ def failure_of(agreement: Agreement, size: int) -> Failure:
         consecutive=agreement.consecutive,
         ages_s=agreement.ages_s,
         samples_at_risk=agreement.at_risk,
-        gradients=len(reach.holders),
-        gradients_done=sum(holder is not None for holder in reach.holders),
-        elements=elements,
-        elements_done=reach.elements_done,
+        shares=reach.shared_by.size if reach else agreement.size_before,
+        shares_lost=len(reach.gone if reach else agreement.lost),
+        gradients=len(elements),
+        gradients_done=sum(whole),
+        elements=sum(elements),
+        elements_done=sum(size for size, done in zip(elements, whole, strict=True) if done),
         closed=agreement.closed,
         checkpoint_step=None,
         checkpoint_age_s=None,
         costs=Costs(
             replay_s=agreement.step_s * agreement.size_before / size,
-            forward_s=None if agreement.closed else agreement.reduction_s * (missing / elements if elements else 0.0),
+            forward_s=None if agreement.closed else agreement.reduction_s * missing / max(sum(elements), 1),
         ),
     )
 

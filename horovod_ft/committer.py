@@ -110,6 +110,13 @@ class Committer:
                 part.rollback()
         self.open = False
         self._asked = 0
+        if not self.frontier.updates:
+            self.computed_by = None
+
+    @property
+    def asked(self) -> int:
+        """Updates of the open step that its body has come to, those that a replay leaves out included."""
+        return self._asked
 
     def export(self) -> list[Any]:
         """Present values of the replicated parts, in order."""

@@ -51,8 +51,10 @@ class Failure:
         consecutive: failures since the last committed step, this one included.
         ages_s: seconds since each earlier failure of the run that a survivor remembers, newest first.
         samples_at_risk: samples of the failed mini-batch, over all workers; 0 when no loader is tracked.
+        shares, shares_lost: how many workers the failed mini-batch was dealt to, and how many of them are gone. After a
+            second failure on the way forward these count from the beginning, and ``lost`` does not.
         gradients, gradients_done: of the update that failed: how many there are, and how many of them at least one
-            survivor has in their reduced form. 0 if the survivors were not all in the same update.
+            survivor has in their reduced form, whole. 0 if the survivors were not all in the same update.
         elements, elements_done: the same in numbers.
         closed: why the mini-batch cannot be carried forward; empty if it can.
         checkpoint_step, checkpoint_age_s: of the last durable checkpoint; None without one.
@@ -72,6 +74,8 @@ class Failure:
     consecutive: int
     ages_s: tuple[float, ...]
     samples_at_risk: int
+    shares: int
+    shares_lost: int
     gradients: int
     gradients_done: int
     elements: int
@@ -92,6 +96,7 @@ class Forward:
     """Finish the failed mini-batch without those who are gone. Only when ``Failure.closed`` is empty.
 
     Gradients that any survivor has in their reduced form keep the full average, the share of the dead included.
+    ``skip`` needs at least one of these: otherwise nothing is left to apply.
 
     Args:
         missing: what becomes of all others: one of MISSING.
@@ -199,6 +204,11 @@ def decide(policy: RecoveryPolicy, failure: Failure) -> Decision | None:
         raise PolicyError(
             f"the recovery policy {policy!r} answered {decision!r}, which is not Replay(), Forward(...), Abort(...) or "
             "None"
+        )
+    if isinstance(decision, Forward) and decision.missing == "skip" and not failure.gradients_done:
+        raise PolicyError(
+            f"the recovery policy {policy!r} answered {decision!r}, but no survivor has any reduced gradient, so that "
+            "nothing would be left to apply. A policy can see that in failure.gradients_done"
         )
     if isinstance(decision, Forward) and failure.closed:
         raise PolicyError(

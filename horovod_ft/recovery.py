@@ -19,11 +19,12 @@ from typing import TypeVar
 
 from horovod_ft.agreement import Agreement, Resume, Standing, agree, failure_of, same_everywhere
 from horovod_ft.committer import Committer
-from horovod_ft.errors import DivergenceError, HorovodFtError, PolicyError, RecoveryError, UsageError
+from horovod_ft.errors import PolicyError, RecoveryError, UsageError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
-from horovod_ft.guard import judge
+from horovod_ft.healing import heal
 from horovod_ft.ledger import Ledger
+from horovod_ft.losses import Losses
 from horovod_ft.membership.base import Group, Membership, Pending
 from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, decide, decisions_of
 from horovod_ft.trainee import Trainee
@@ -84,6 +85,9 @@ class Engine:
         self._decision: Decision | None = None
         #: Inside a step: its failure has been recovered, by a replay or by giving up, and its body is on its way out.
         self._leaving = False
+        #: Why ``broken_update`` could not recover the step.
+        self._fatal: BaseException | None = None
+        self._losses = Losses(ledger, trainee)
 
     # --- the training function -------------------------------------------------------------------------------------
 
@@ -97,6 +101,7 @@ class Engine:
         if self.running:
             raise UsageError("this state is already inside elastic.run")
         self._policy = policy
+        self._phase = "outside"
         self._keeping = Forward in decisions_of(policy)
         self._trainee.keep_gradients(self._keeping)
         self.membership.watch()
@@ -155,6 +160,7 @@ class Engine:
         """The optimizer has applied an update that was admitted."""
         if self.stepping:
             self.committer.update_applied(self.membership.group.generation)
+            self._losses.update_applied(self.committer.frontier.step + 1)
 
     def note(self, error: BaseException) -> None:
         """The group broke inside the step. Kept, in case the user's code catches the exception."""
@@ -177,8 +183,9 @@ class Engine:
             return False
         try:
             self.recover(error, Resume.IN_PLACE, "update")
-        except BaseException:
+        except BaseException as fatal:
             self._leaving = True
+            self._fatal = fatal
             raise
         if isinstance(self._decision, Forward):
             return True
@@ -234,7 +241,10 @@ class Engine:
     def _left(self, error: BaseException | None) -> bool:
         """The body of a step is left whose failure ``broken_update`` has dealt with."""
         self._leaving = False
-        if isinstance(error, HorovodFtError):  # it could not be recovered
+        fatal, self._fatal = self._fatal, None
+        if fatal is not None:  # it could not be recovered, and the body cannot change that
+            if error is None or isinstance(error, self.membership.failure_types):
+                raise fatal
             return False
         self._trainee.discard()
         self.committer.rollback()
@@ -276,6 +286,8 @@ class Engine:
         generation = self.membership.group.generation if computed_by is None else computed_by
         self._ledger.committed(self.committer.frontier.step + 1, generation)
         self.committer.commit()
+        self._shared_by = self.membership.group
+        self._losses.step_ended()
         now = self._mono()
         self._bus.position.step = self.committer.frontier.step
         if self._resuming:
@@ -287,39 +299,10 @@ class Engine:
         self._failures = 0
 
     def _compare_replicas(self) -> None:
-        """If the guard is due: find out who has another replica than the others, and give it theirs. Blocks then.
-
-        Raises:
-            DivergenceError: on all workers, if there is no majority.
-        """
+        """If the guard is due, find out who has another replica than the others, and give it theirs. Blocks then."""
         guard = self._trainee.guard()
-        if guard is None or self.committer.frontier.step % guard.every:
-            return
-        comm, group = self.membership.comm, self.membership.group
-        digests = comm.allgather_object(self._trainee.digest(), "digest")
-        if len(set(digests)) == 1:
-            return
-        verdict = judge(digests) or judge(digests, comm.allgather_object(self._trainee.finite(), "finite"))
-        step = self.committer.frontier.step
-        if verdict is None:
-            self._bus.emit("diverged", healthy=(), differing=tuple(range(group.size)))
-            raise DivergenceError(
-                f"after step {step} the workers have different parameters or optimizer states, and no majority has the "
-                f"same: {', '.join(f'worker {rank}: {digest:016x}' for rank, digest in enumerate(digests))}. A bit has "
-                "flipped somewhere, or the script updates parameters from something that is not equal everywhere. Go "
-                "back to a checkpoint; with three workers or more, one that differs can be healed"
-            )
-        self._bus.emit("diverged", healthy=verdict.healthy, differing=verdict.differing)
-        log.warning("horovod_ft: after step %d the replicas of the workers %s differ from the others' and are replaced",
-                    step, list(verdict.differing))
-        began = self._mono()
-        whole = Agreement(
-            frontier=self.committer.frontier, holders=verdict.healthy, lacking=verdict.differing, newcomers=(),
-            generation=group.generation, start=False, computed_by=None, reenter=True, lost=(),
-            survivors=tuple(range(group.size)), size_before=group.size, consecutive=0, open_ranges=(), at_risk=0,
-        )  # fmt: skip
-        sent = transfer(comm, whole, group.rank, self._trainee, self.committer)
-        self._bus.emit("healed", duration_s=self._mono() - began, nbytes=sent.nbytes, differing=verdict.differing)
+        if guard is not None and self.committer.frontier.step % guard.every == 0:
+            heal(self.membership, self._trainee, self.committer, self._bus)
 
     def commit_explicitly(self) -> None:
         """The commit of scripts that commit themselves: remember everything, and look for changes of the group.
@@ -442,7 +425,7 @@ class Engine:
             self._decision = self._ask_policy(agreement, group.size)
         if not isinstance(self._decision, Forward):
             self._settle(agreement)
-        if not committer.fresh:
+        if not committer.fresh and not isinstance(self._decision, Forward):
             self._trainee.regrouped(group)
         began = self._mono()
         self.injector.at("transfer", self._step_for_faults())
@@ -451,10 +434,12 @@ class Engine:
         committer.fresh = False
         if isinstance(self._decision, Forward):
             self._finish_update(agreement, self._decision)
+            self._trainee.regrouped(group)
         elif agreement.open_ranges:
             self._trainee.repeat(agreement.open_ranges)
         self.membership.adopt_generation(agreement.generation)
-        self._shared_by = self.membership.group
+        if not isinstance(self._decision, Forward):  # then the batch is still the one that was dealt before
+            self._shared_by = self.membership.group
         at = self._bus.position
         at.generation, at.rank, at.size, at.step = agreement.generation, group.rank, group.size, committer.frontier.step
         self._trainee.settled(self.membership.group)
@@ -513,23 +498,20 @@ class Engine:
         assert agreement.reach is not None
         began = self._mono()
         self.injector.at("completion", self._step_for_faults())
-        done = self._trainee.finish(agreement.reach, decision)
-        generation, gone = agreement.reach.shared_by.generation, agreement.reach.gone
+        reach = agreement.reach
+        done = self._trainee.finish(reach, decision)
         if self.committer.computed_by is None:
-            self.committer.computed_by = generation
-        samples = self._trainee.dealt_to(gone)
-        if done.lossy:
-            step = self.committer.frontier.step + 1
-            self._ledger.lossy(step, generation, samples, done.lossy_elements, done.elements)
+            self.committer.computed_by = reach.shared_by.generation
+        samples = self._losses.carried_forward(self.committer.frontier.step + 1, reach, decision, done)
         self._bus.emit(
             "forward", duration_s=self._mono() - began, missing=decision.missing, rescale=decision.rescale,
-            gone=gone, gradients=done.gradients, elements=done.elements, lossy=done.lossy,
-            lossy_elements=done.lossy_elements, samples=samples if done.lossy else [],
+            gone=reach.gone, gradients=done.gradients, elements=done.elements, lossy=done.lossy,
+            lossy_elements=done.lossy_elements, samples=samples,
         )  # fmt: skip
         log.warning(
             "horovod_ft: step %d goes on without the workers %s: in %d of %d gradients (%d of %d elements) they do not "
             "count",
-            self.committer.frontier.step + 1, list(gone), len(done.lossy), done.gradients,
+            self.committer.frontier.step + 1, list(reach.gone), len(done.lossy), done.gradients,
             done.lossy_elements, done.elements,
         )  # fmt: skip
 
@@ -540,6 +522,7 @@ class Engine:
         """
         self._ledger.discarded()
         self._trainee.discard()
+        self._losses.step_ended()
         if agreement.reenter and self.committer.frontier.step >= agreement.frontier.step:
             self.committer.rollback()
 

@@ -61,6 +61,9 @@ class Trainee(Replica, Protocol):
                 completed counts as done.
         """
 
+    def update_elements(self) -> int:
+        """How many numbers the update has that was applied last."""
+
     def reduction_s(self) -> float:
         """How long the last update has waited for gradients, in seconds."""
 

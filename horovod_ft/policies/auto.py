@@ -17,7 +17,7 @@ class Auto(Policy):
 
     Args:
         max_loss: largest part of an update that may be lost: the part of its elements that no survivor has, times the
-            part of the workers that are gone. Between 0 and 1.
+            part of the workers' shares that are gone. Between 0 and 1.
         missing, rescale: as in ``LossyForward``.
         max_consecutive, at_most, within: as in ``LossyForward``.
     """
@@ -43,7 +43,8 @@ class Auto(Policy):
         if Budget(self.max_consecutive, self.at_most, self.within).spent(failure):
             return None
         forward_s = failure.costs.forward_s
-        if failure.closed or forward_s is None or loss(failure) > self.max_loss:
+        nothing_left = self.missing == "skip" and not failure.gradients_done
+        if failure.closed or forward_s is None or nothing_left or loss(failure) > self.max_loss:
             return Replay()
         return Forward(self.missing, self.rescale) if forward_s < failure.costs.replay_s else Replay()
 
@@ -52,4 +53,4 @@ def loss(failure: Failure) -> float:
     """The part of the update that going forward would lose, between 0 and 1."""
     if not failure.elements:
         return 0.0
-    return (1 - failure.elements_done / failure.elements) * len(failure.lost) / failure.size_before
+    return (1 - failure.elements_done / failure.elements) * failure.shares_lost / failure.shares

@@ -34,6 +34,7 @@ class LossyForward(Policy):
 
     Where there is nothing to carry forward (a survivor had finished the step already, a worker joins in the same
     moment, the failure came outside of ``optimizer.step()``; see ``Failure.closed``) it replays, which loses nothing.
+    So it does under ``skip`` when no survivor has any reduced gradient.
 
     Args:
         missing: what becomes of a gradient that no survivor has: ``reduce_again``, ``local`` or ``skip``.
@@ -65,4 +66,5 @@ class LossyForward(Policy):
     def __call__(self, failure: Failure) -> Decision | None:
         if self._budget().spent(failure):
             return None
-        return Replay() if failure.closed else self._forward()
+        nothing_left = self.missing == "skip" and not failure.gradients_done
+        return Replay() if failure.closed or nothing_left else self._forward()

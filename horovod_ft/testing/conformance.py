@@ -113,6 +113,7 @@ def _failure(size: int, lost: tuple[int, ...], situation: _Situation, consecutiv
         lost=lost, survivors=survivors, size_before=size, size_after=size_after, newcomers=situation.newcomers,
         behind=situation.behind, consecutive=consecutive, ages_s=tuple(0.5 * nth for nth in range(1, consecutive)),
         samples_at_risk=0 if situation.phase == "outside" else 32 * size,
+        shares=size, shares_lost=len(lost),
         gradients=0 if situation.done is None else GRADIENTS, gradients_done=situation.done or 0,
         elements=0 if situation.done is None else ELEMENTS, elements_done=done,
         closed=situation.closed, checkpoint_step=None, checkpoint_age_s=None,

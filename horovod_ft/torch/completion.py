@@ -29,20 +29,17 @@ class Shares:
 
     Attributes:
         weights: of the survivors, by rank; see ``agreement.Gradients``.
+        largest: rank of the one with the most samples.
         size_before: of the group that broke.
         rescale: as in ``policy.Forward``.
         average: the reduction is an average, not a sum.
     """
 
     weights: tuple[float, ...]
+    largest: int
     size_before: int
     rescale: bool
     average: bool
-
-    @property
-    def largest(self) -> int:
-        """Rank of the worker with the most samples."""
-        return max(range(len(self.weights)), key=lambda rank: (self.weights[rank], -rank))
 
     def factor(self) -> float:
         """What every local gradient is multiplied by, beside its weight, before it is reduced by all that are left."""
@@ -71,26 +68,29 @@ class Completion:
         self._wait = wait
 
     @torch.no_grad()
-    def run(self, holders: Sequence[int | None], decision: Forward, shares: Shares) -> list[Slot]:
+    def run(
+        self, holders: Sequence[int | None], lossy: Sequence[bool], decision: Forward, shares: Shares
+    ) -> list[Slot]:
         """Complete every bucket; ``reducer.take_all`` remains to be called. Blocks; all workers of the group call it.
 
         Args:
             holders: for each of the reducer's buckets the rank that has it.
+            lossy: for each of them, whether what that rank has lacks a share already.
 
         Returns:
-            parameters whose gradients lack the share of those who are gone.
+            parameters whose gradients lack a share.
 
         Raises:
             HorovodInternalError: the group broke. What is complete counts as done; it can be tried again.
         """
         reducer = self._reducer
         reducer.resume()
-        lossy: list[Slot] = []
+        nobody_gone = len(shares.weights) == shares.size_before and decision.missing == "reduce_again"
         try:
-            for bucket, holder in zip(reducer.buckets, holders, strict=True):
+            for bucket, holder, already in zip(reducer.buckets, holders, lossy, strict=True):
                 if bucket.members:
+                    bucket.lossy = already or (holder is None and not nobody_gone)
                     self._begin(bucket, holder, decision, shares)
-                    lossy += bucket.members if holder is None else []
             for bucket in reducer.buckets:
                 outputs = [self._wait(handle, "gradients of the update that failed") for handle in bucket.handles or ()]
                 if bucket.outputs is None and not bucket.skipped:
@@ -98,7 +98,7 @@ class Completion:
         except BaseException:
             reducer.drain()
             raise
-        return lossy
+        return [slot for bucket in reducer.buckets if bucket.lossy for slot in bucket.members]
 
     def _begin(self, bucket: Bucket, holder: int | None, decision: Forward, shares: Shares) -> None:
         bucket.handles, bucket.failed, bucket.skipped = [], False, False

@@ -128,6 +128,9 @@ class _OtherState:
     def finish(self, reach: Reach, decision: Forward) -> Finished:
         raise NotImplementedError  # see ``gradients``
 
+    def update_elements(self) -> int:
+        return 0
+
     def reduction_s(self) -> float:
         return 0.0
 

@@ -33,7 +33,7 @@ class UpdateGate(Protocol):
     def admit_update(self) -> bool:
         """Whether the update may be applied; False when a replay repeats a step whose update is applied already."""
 
-    def update_applied(self) -> None: ...
+    def update_applied(self, optimizer: Any) -> None: ...
 
     def reduction_failed(self, optimizer: Any, error: BaseException) -> bool:
         """The group broke while the optimizer waited for its gradients. True if it was recovered and they are there."""
@@ -48,7 +48,7 @@ class OpenGate:
     def admit_update(self) -> bool:
         return True
 
-    def update_applied(self) -> None:
+    def update_applied(self, optimizer: Any) -> None:
         """Nothing to do."""
 
     def reduction_failed(self, optimizer: Any, error: BaseException) -> bool:
@@ -93,7 +93,7 @@ class Distributed(_Base):
         self.ft_gate.before_update()
         if self.ft_gate.admit_update():
             result = super().step()
-            self.ft_gate.update_applied()
+            self.ft_gate.update_applied(self)
             return result if closure is None else loss
         return loss
 

@@ -458,11 +458,22 @@ class GradientReducer:
         if local is not slot.result:
             slot.room().copy_(local)
 
-    def frontier(self) -> tuple[list[bool], list[int]]:
-        """After ``drain``: for each bucket whether its reduced gradients are here, and how many numbers they have."""
+    def recovered(self) -> None:
+        """The group's failure was recovered, and did not touch an update of this reducer."""
+        self._failure = None
+        self._drained = False
+
+    @property
+    def elements(self) -> int:
+        """How many numbers its gradients have."""
+        return sum(slot.parameter.numel() for slot in self._slots)
+
+    def frontier(self) -> tuple[list[bool], list[bool], list[int]]:
+        """After ``drain``, for each bucket: whether its reduced gradients are here, lack something; their numbers."""
         buckets = [(bucket, bucket.members or self._taking_part(bucket)) for bucket in self.buckets]
         return (
             [bucket.outputs is not None or not members for bucket, members in buckets],
+            [bucket.lossy for bucket in self.buckets],
             [sum(slot.parameter.numel() for slot in members) for _, members in buckets],
         )
 

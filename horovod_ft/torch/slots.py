@@ -100,11 +100,12 @@ class Bucket:
         handles: Horovod's, one a collective; None while nothing has been handed over.
         outputs: what the collectives gave, once all of them have ended well.
         failed: one of them, or handing it over, has failed.
+        lossy: they lack the share of a worker that is gone.
         skipped: there are none, and its parameters are left alone in this step.
         sparse: they are the values and the indices of a sparse gradient.
     """
 
-    __slots__ = ("failed", "handles", "members", "outputs", "ready", "skipped", "slots", "sparse")
+    __slots__ = ("failed", "handles", "lossy", "members", "outputs", "ready", "skipped", "slots", "sparse")
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = list(slots)
@@ -117,7 +118,7 @@ class Bucket:
         self.handles: list[int] | None = None
         self.outputs: list[Any] | None = None
         self.failed = False
-        self.sparse = self.skipped = False
+        self.sparse = self.skipped = self.lossy = False
 
     def collect(self, stopped: Callable[[], bool] = unknown) -> None:
         """Wait for the outputs; they can be waited for again.
@@ -149,9 +150,7 @@ class Bucket:
     def end(self, deadline: float, stopped: Callable[[], bool] = unknown) -> None:
         """The group broke: wait as ``poll`` does, and keep the outputs if they are whole."""
         if not self.poll(deadline, stopped):
-            self.failed = True
-            for slot in self.slots:
-                slot.forget_memory()
+            self.lose()
         elif self.handles and self.outputs is None and not self.failed:
             with suppress(hvd.HorovodInternalError, ValueError):
                 self.collect(stopped)

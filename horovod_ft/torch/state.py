@@ -27,6 +27,7 @@ from horovod_ft.torch.loader import ElasticDataLoader
 from horovod_ft.torch.optimizer import Distributed
 from horovod_ft.torch.parts import (
     Attributes,
+    BasePart,
     Buffers,
     CursorPart,
     Options,
@@ -80,6 +81,7 @@ class TorchState(State):  # type: ignore[misc]
         self._names = _Names(tracked)
         self._waiting: Any = None
         self._keep = False
+        self._updated_elements = 0
         self._replica = TorchReplica(lambda: self._named(torch.nn.Module), lambda: self._named(torch.optim.Optimizer))
         self._only_loader()
         self._only_rule()
@@ -198,15 +200,17 @@ class TorchState(State):  # type: ignore[misc]
         if self._waiting is None:
             return "was not waiting for the gradients of an update"
         done: list[bool] = []
+        lossy: list[bool] = []
         elements: list[int] = []
         for name, optimizer in self._in_update().items():
             if optimizer is not self._waiting and not optimizer.ft_reducer.whole():
                 return f"had a part of the gradients of state.{name} only"
-            its_done, its_elements = optimizer.ft_reducer.frontier()
+            its_done, its_lossy, its_elements = optimizer.ft_reducer.frontier()
             done += its_done
+            lossy += its_lossy
             elements += its_elements
-        update = f"number {self._committer.frontier.updates + 1} of the step, of {' and '.join(self._in_update())}"
-        return Gradients(update, tuple(done), tuple(elements), self._weight())
+        update = f"number {self._committer.asked + 1} of the step, of {' and '.join(self._in_update())}"
+        return Gradients(update, tuple(done), tuple(lossy), tuple(elements), self._weight())
 
     def _in_update(self) -> dict[str, Any]:
         """The optimizer whose update failed, and those whose gradients are being reduced with its."""
@@ -224,27 +228,42 @@ class TorchState(State):  # type: ignore[misc]
     def finish(self, reach: Reach, decision: Forward) -> Finished:
         runtime = current()
         lossy: list[tuple[str, int]] = []
-        completed: list[tuple[GradientReducer, Shares]] = []
+        in_update = self._in_update().values()
         at = 0
-        for optimizer in self._in_update().values():
+        for optimizer in in_update:
             reducer = optimizer.ft_reducer
-            holders = reach.holders[at : at + len(reducer.buckets)]
-            at += len(holders)
-            shares = Shares(reach.weights, reach.shared_by.size, decision.rescale, reducer.average)
+            reducer.weight = self._present_weight()
+            here = slice(at, at + len(reducer.buckets))
+            at = here.stop
             completion = Completion(reducer, runtime.group(), runtime.binding, runtime.binding.wait)
-            slots = completion.run(holders, decision, shares)
+            shares = self._shares(reach, decision, reducer)
+            slots = completion.run(reach.holders[here], reach.lossy[here], decision, shares)
             lossy += [(reducer.prefix + slot.name, slot.parameter.numel()) for slot in slots]
-            completed.append((reducer, shares))
-        for reducer, shares in completed:  # nothing can fail any more
-            reducer.take_all()
-            if self._loader is not None:  # more updates of this step may follow, with the same shares
-                reducer.set_weight(reducer.weight * shares.factor())
+        for optimizer in self._distributed():  # nothing can fail any more
+            reducer = optimizer.ft_reducer
+            if optimizer in in_update:
+                reducer.take_all()
+            reducer.recovered()
+            # More updates of this step may follow, with the same shares.
+            reducer.set_weight(self._present_weight() * self._shares(reach, decision, reducer).factor())
         return Finished(
             gradients=len(reach.holders),
             elements=sum(reach.elements),
             lossy=tuple(name for name, _ in lossy),
             lossy_elements=sum(elements for _, elements in lossy),
         )
+
+    @staticmethod
+    def _shares(reach: Reach, decision: Forward, reducer: GradientReducer) -> Shares:
+        return Shares(reach.weights, reach.largest, reach.shared_by.size, decision.rescale, reducer.average)
+
+    def _present_weight(self) -> float:
+        """Of the batch that was taken last, in the group that it was dealt to."""
+        deals = [] if self._loader is None else self._loader.cursor.open
+        return deals[-1].weight if deals else 1.0
+
+    def update_elements(self) -> int:
+        return self._updated_elements
 
     def reduction_s(self) -> float:
         return float(sum(optimizer.ft_reducer.waited_s for optimizer in self._distributed()))
@@ -316,7 +335,8 @@ class TorchState(State):  # type: ignore[misc]
     def admit_update(self) -> bool:
         return self.engine.admit_update()
 
-    def update_applied(self) -> None:
+    def update_applied(self, optimizer: Any) -> None:
+        self._updated_elements = optimizer.ft_reducer.elements
         self.engine.update_applied()
 
     def reduction_failed(self, optimizer: Any, error: BaseException) -> bool:
@@ -392,7 +412,8 @@ class TorchState(State):  # type: ignore[misc]
             )
 
     def _parts(self) -> list[Part]:
-        parts: list[Part] = [RandomState(), Buffers(lambda: self._named(torch.nn.Module).values()), self._snapshot]
+        buffers = Buffers(lambda: self._named(torch.nn.Module).values())
+        parts: list[Part] = [RandomState(), _EvenWeights(self), buffers, self._snapshot]
         plain = []
         for name, kind in self._names.items():
             if kind in PARTS:
@@ -408,6 +429,18 @@ class TorchState(State):  # type: ignore[misc]
 
     def _cursor_of(self, name: str) -> Callable[[], Cursor]:
         return lambda: cast(Cursor, getattr(self, name).cursor)
+
+
+class _EvenWeights(BasePart):
+    """Without a tracked loader all workers count the same; a step that was carried forward may have changed that."""
+
+    def __init__(self, state: TorchState) -> None:
+        self._state = state
+
+    def begin(self) -> None:
+        if self._state._loader is None:
+            for optimizer in self._state._distributed():
+                optimizer.ft_reducer.set_weight(1.0)
 
 
 PARTS: dict[str, Callable[[Callable[[], Any]], Part]] = {

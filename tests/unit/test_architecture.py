@@ -20,8 +20,8 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"policy", "policy_names", "events", "errors", "settings", "version"}),
     frozenset(
-        {"agreement", "committer", "data", "faults", "guard", "installation", "ledger", "membership", "policies",
-         "snapshot", "timeline", "trainee", "transfer", "agent", "checkpoint"}
+        {"agreement", "committer", "data", "faults", "guard", "healing", "installation", "ledger", "losses",
+         "membership", "policies", "snapshot", "timeline", "trainee", "transfer", "agent", "checkpoint"}
     ),
     frozenset({"recovery"}),
     frozenset({"torch", "keras", "testing"}),

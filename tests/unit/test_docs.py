@@ -62,8 +62,9 @@ def careful(names: dict[str, Any]) -> Callable[..., RecoveryPolicy]:
 def losing(part: float) -> Failure:
     """Of ten workers one is lost, and this part of the update is missing."""
     survivors = tuple(range(1, 10))
-    return replace(FAILURE, lost=(0,), survivors=survivors, size_before=10, size_after=9, elements=1000,
-                   elements_done=round(1000 * (1 - part)), costs=Costs(0.2, 0.1))  # fmt: skip
+    return replace(FAILURE, lost=(0,), survivors=survivors, size_before=10, size_after=9, shares=10,
+                   shares_lost=1, elements=1000, elements_done=round(1000 * (1 - part)),
+                   costs=Costs(0.2, 0.1))  # fmt: skip
 
 
 def test_the_policy_keeps_to_the_contract(careful: Callable[..., RecoveryPolicy]) -> None:
@@ -84,7 +85,7 @@ def test_it_goes_forward_if_little_is_lost(careful: Callable[..., RecoveryPolicy
 
 def test_it_replays_if_more_is_lost(careful: Callable[..., RecoveryPolicy]) -> None:
     assert careful(max_loss=0.05)(losing(0.51)) == Replay()
-    assert careful()(replace(losing(1.0), lost=(0, 1), survivors=tuple(range(2, 10)))) == Replay()
+    assert careful()(replace(losing(1.0), lost=(0, 1), shares_lost=2, survivors=tuple(range(2, 10)))) == Replay()
 
 
 def test_it_replays_if_the_way_forward_is_closed(careful: Callable[..., RecoveryPolicy]) -> None:

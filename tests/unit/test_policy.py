@@ -26,7 +26,8 @@ from horovod_ft.policy import (
 
 FAILURE = Failure(
     generation=2, step=7, updates=0, phases=("update", "update"), lost=(1,), survivors=(0, 2), size_before=3,
-    size_after=2, newcomers=0, behind=0, consecutive=1, ages_s=(), samples_at_risk=12, gradients=4, gradients_done=1,
+    size_after=2, newcomers=0, behind=0, consecutive=1, ages_s=(), samples_at_risk=12, shares=3,
+    shares_lost=1, gradients=4, gradients_done=1,
     elements=100, elements_done=40, closed="", checkpoint_step=None, checkpoint_age_s=None,
     costs=Costs(replay_s=0.2, forward_s=0.1),
 )  # fmt: skip

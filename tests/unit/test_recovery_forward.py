@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from horovod_ft.data import Deal
 from horovod_ft.errors import PolicyError, RecoveryError
 from horovod_ft.faults.plan import Fault
-from horovod_ft.ledger import LedgerReport, verify_ledger
+from horovod_ft.ledger import LedgerReport, Lossy, verify_ledger
+from horovod_ft.policies.auto import loss
 from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Decision, Failure, Forward, RecoveryPolicy, Replay
@@ -128,6 +129,7 @@ def test_a_failure_that_loses_nobody_loses_nothing(tmp_path: Path) -> None:
     job = Job(ledger=tmp_path)
     ended = run_toys(3, [Breakage(1, "gradient.0", 3, dies=False)], job, policy=forward)
     check_like_no_failure(ended, job)
+    assert verify_ledger(tmp_path).exact
 
 
 def test_down_to_one(tmp_path: Path) -> None:
@@ -161,6 +163,39 @@ def test_who_joins_in_the_same_moment_closes_the_way(tmp_path: Path) -> None:
     failure = ended.events(0, "decision")[0].data["failure"]
     assert "has just joined" in failure["closed"]
     assert failure["newcomers"] == 1
+
+
+# --- several updates in a step ---------------------------------------------------------------------------------------
+
+
+def test_the_lost_samples_of_a_second_update(tmp_path: Path) -> None:
+    job = Job(updates=2, ledger=tmp_path)
+    ended = run_toys(4, [Breakage(0, "gradient.0", 3), Breakage(3, "gradient.1", 3)], job, policy=forward)
+    assert ended.dead == {0, 3}
+    batch = job.order()(0)[12:18].tolist()  # shares 2, 2, 1, 1
+    told = [event.data["samples"] for event in ended.events(1, "forward")]
+    assert told[0] == batch[0:2]
+    assert set(told[1]) == {*batch[0:2], batch[5]}, (told, batch)
+
+
+def test_the_ledger_knows_a_loss_in_the_second_update(tmp_path: Path) -> None:
+    """The first update's gradients broke without losing anybody; in the second somebody dies."""
+    job = Job(updates=2, ledger=tmp_path)
+    breakages = [Breakage(0, "gradient.0", 3, dies=False), Breakage(3, "gradient.1", 3)]
+    ended = run_toys(4, breakages, job, policy=forward)
+    assert ended.dead == {3}
+    (told,) = [event.data["lossy"] for event in ended.events(1, "forward") if event.data["gone"]]
+    assert told
+    assert not verify_ledger(tmp_path).exact
+    assert 3 in verify_ledger(tmp_path).lossy
+    assert verify_ledger(tmp_path).lossy[3].ids
+
+
+def test_a_later_update_of_the_step_is_on_record_too(tmp_path: Path) -> None:
+    """Both of its updates lack the share of the dead; the second was never carried forward."""
+    ended = run_toys(3, [Breakage(1, "gradient.0", 3)], Job(updates=2, ledger=tmp_path), policy=forward)
+    (event,) = ended.events(0, "forward")
+    assert verify_ledger(tmp_path).lossy[3] == Lossy(tuple(event.data["samples"]), 2, 2)
 
 
 # --- when the policy decides otherwise -------------------------------------------------------------------------------
@@ -261,6 +296,18 @@ def test_earlier_failures_are_remembered(tmp_path: Path) -> None:
     assert asked[-1].ages_s[0] >= 0
 
 
+def test_auto_bounds_what_is_lost_over_a_second_failure(tmp_path: Path) -> None:
+    """max_loss=0.3: the first death loses 1/4; after the second half of the batch would be lost."""
+    seen: list[float] = []
+
+    def policy(failure: Failure) -> Decision:
+        seen.append(loss(failure))
+        return Replay() if failure.closed else Forward()
+
+    run_toys(4, [Breakage(1, "gradient.0", 3), Breakage(2, "completion", 1)], Job(), policy=asking(policy))
+    assert max(seen) == 0.5, sorted(set(seen))
+
+
 # --- anything, anywhere ----------------------------------------------------------------------------------------------
 
 NAMES = ("gradient.0", "changed", "standing", "completion", "structure")
@@ -278,6 +325,10 @@ BREAKAGES = st.lists(
 def test_replicas_are_equal_whatever_breaks(breakages: list[Breakage]) -> None:
     policy = LossyForward(max_consecutive=None) | MiniBatchRollback(max_consecutive=50)
     ended = run_toys(4, breakages, policy=lambda index: policy, must_break=False)
+    if ended.errors:  # the only worker with a state died while it was sending it
+        assert all("no replica is left" in str(error) for error in ended.errors.values())
+        assert ended.errors.keys() | ended.dead == ended.toys.keys()
+        return
     lossy = any(ended.events(index, "forward") for index in ended.toys)
     results = list(ended.results.values())
     for result in results[1:]:

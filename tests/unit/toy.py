@@ -229,6 +229,7 @@ class Toy:
         self.sane = True
         self._waiting: int | None = None
         self._reduced: int | None = None
+        self._lossy = False
 
     def _record(self, event: Event) -> None:
         self.events.append(event)
@@ -270,7 +271,7 @@ class Toy:
         self.schedule.value += 1
 
     def wait_for_gradient(self, which: int) -> int:
-        self._waiting, self._reduced = which, None
+        self._waiting, self._reduced, self._lossy = which, None, False
         try:
             self._reduced = self.reduce(self._gradients[which], f"gradient.{which}")
         except self.membership.failure_types as error:
@@ -335,17 +336,22 @@ class Toy:
     def gradients(self) -> Gradients | str:
         if self._waiting is None:
             return "was elsewhere"
-        return Gradients(f"update {self._waiting}", (self._reduced is not None,), (1,), 1.0)
+        return Gradients(f"update {self._waiting}", (self._reduced is not None,), (self._lossy,), (1,), 1.0)
 
     def finish(self, reach: Reach, decision: Forward) -> Finished:
         assert self._waiting is not None
         holder = reach.holders[0]
         if holder is not None:
             self._reduced = self.membership.comm.broadcast_object(self._reduced, holder, "completion")
-            return Finished(1, 1, (), 0)
-        local = self._gradients[self._waiting]
-        self._reduced = sum(self.membership.comm.allgather_object(local, "completion"))
-        return Finished(1, 1, ("weights",), 1)
+            self._lossy = reach.lossy[0]
+        else:
+            local = self._gradients[self._waiting]
+            self._reduced = sum(self.membership.comm.allgather_object(local, "completion"))
+            self._lossy = bool(reach.gone)
+        return Finished(1, 1, ("weights",) if self._lossy else (), int(self._lossy))
+
+    def update_elements(self) -> int:
+        return 1
 
     def reduction_s(self) -> float:
         return 0.0

@@ -1,6 +1,6 @@
-"""Hundreds of operations are handed to Horovod in one go, again and again, until worker 1 kills itself.
+"""One operation after the other is handed to Horovod, hundreds of them in flight, until worker 1 kills itself.
 
-``python -m tests.jobs.storm FOLDER``: each survivor leaves how often it handed them over.
+``python -m tests.jobs.storm FOLDER``: each survivor leaves how many came back.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 
 import torch
 
 import horovod_ft.torch as hvd
-from horovod_ft.torch.handles import wait
+from horovod_ft.torch.handles import done, wait
 from horovod_ft.torch.runtime import current
 
 FOLDER = Path(sys.argv[1])
-TENSORS = 500
+NAMES, IN_FLIGHT, AT_ONCE = 1000, 800, 100
 
 
 def main() -> None:
@@ -26,17 +27,20 @@ def main() -> None:
     runtime = current()
     if hvd.rank() == 1:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    rounds = 0
+    flying: deque[int] = deque()
+    handed_over = back = 0
     try:
         while True:
-            handles = [hvd.allreduce_async(torch.ones(4), name=f"{index}", op=hvd.Sum) for index in range(TENSORS)]
-            for handle in handles:
-                wait(handle, stopped=runtime.binding.stopped)
-                hvd.synchronize(handle)
-            rounds += 1
+            for _ in range(AT_ONCE):
+                flying.append(hvd.allreduce_async(torch.ones(4), name=f"{handed_over % NAMES}", op=hvd.Sum))
+                handed_over += 1
+            while flying and (len(flying) > IN_FLIGHT or done(flying[0])):
+                wait(flying[0], stopped=runtime.binding.stopped)
+                hvd.synchronize(flying.popleft())
+                back += 1
     except hvd.HorovodInternalError:
         runtime.membership.abort()
-    (FOLDER / f"rounds-{hvd.rank()}").write_text(str(rounds))
+    (FOLDER / f"back-{hvd.rank()}").write_text(str(back))
     os._exit(1)  # the job is over, and nobody forms another group
 
 

@@ -48,9 +48,11 @@ def carried(outcome: Outcome) -> dict[int, Carried]:
     """What every update that was carried forward was made of, from the events and the ledger alone."""
     made = {}
     for step, event in forwards(outcome).items():
-        shares = {rank: ids for rank, ids in dealt(outcome, step).items() if rank not in event.data["gone"]}
+        everything = dealt(outcome, step)
+        shares = {rank: ids for rank, ids in everything.items() if rank not in event.data["gone"]}
         left = [sample for ids in shares.values() for sample in ids]
-        whole = len(left) + len(event.data["samples"]) if event.data["lossy"] else 1
+        # The dead may not have come to note its share; then the survivors have noted it for it.
+        whole = len({*event.data["samples"], *(sample for ids in everything.values() for sample in ids)})
         match event.data["missing"]:
             case "reduce_again":
                 counted = left

@@ -33,6 +33,6 @@ def test_a_kill_makes_reductions_fail_and_none_of_them_wrong(tmp_path: Path, see
 def test_who_hands_over_operations_while_horovod_stops_does_not_hang(tmp_path: Path, attempt: int) -> None:
     """Horovod gives up hundreds of tensors at its end, and needs the interpreter's lock to let go of them."""
     outcome = run_job(tmp_path, workers=3, script=["tests.jobs.storm", str(tmp_path)], timeout_s=40.0)
-    left = {path.name: int(path.read_text()) for path in tmp_path.glob("rounds-*")}
-    assert left.keys() == {"rounds-0", "rounds-2"}, outcome.finished.output[-3000:]
-    assert all(rounds > 0 for rounds in left.values())
+    left = {path.name: int(path.read_text()) for path in tmp_path.glob("back-*")}
+    assert left.keys() == {"back-0", "back-2"}, outcome.finished.output[-3000:]
+    assert all(back > 0 for back in left.values())

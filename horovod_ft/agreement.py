@@ -172,6 +172,18 @@ class Agreement:
     reduction_s: float = 0.0
 
 
+def who_has_it(
+    frontier: Frontier, group: Group, holders: Sequence[int], *, start: bool = False, newcomers: Sequence[int] = ()
+) -> Agreement:
+    """An agreement that follows from what all workers know already: these have the state, the others lack it."""
+    everybody = tuple(range(group.size))
+    return Agreement(
+        frontier=frontier, holders=tuple(holders), lacking=tuple(rank for rank in everybody if rank not in holders),
+        newcomers=tuple(newcomers), generation=group.generation, start=start, computed_by=None, reenter=True, lost=(),
+        survivors=() if start else everybody, size_before=group.size, consecutive=0, open_ranges=(), at_risk=0,
+    )  # fmt: skip
+
+
 def conclude(standings: Sequence[Standing]) -> Agreement:
     """The agreement that follows from the standings, in order of the new ranks.
 

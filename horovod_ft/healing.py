@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from horovod_ft.agreement import Agreement
+from horovod_ft.agreement import who_has_it
 from horovod_ft.committer import Committer
 from horovod_ft.errors import DivergenceError
 from horovod_ft.events import EventBus
-from horovod_ft.guard import Verdict, judge
+from horovod_ft.guard import judge
 from horovod_ft.membership.base import Membership
 from horovod_ft.trainee import Trainee
 from horovod_ft.transfer import transfer
@@ -38,18 +38,9 @@ def heal(membership: Membership, trainee: Trainee, committer: Committer, bus: Ev
         "horovod_ft: after step %d the replicas of the workers %s differ from the others' and are replaced",
         step, list(verdict.differing),
     )  # fmt: skip
-    whole = _whole(verdict, committer, group.size, group.generation)
+    whole = who_has_it(committer.frontier, group, verdict.healthy)
     sent = transfer(comm, whole, group.rank, trainee, committer)
     bus.emit("healed", nbytes=sent.nbytes, differing=verdict.differing)
-
-
-def _whole(verdict: Verdict, committer: Committer, size: int, generation: int) -> Agreement:
-    """That the healthy have the state, and those who differ lack it."""
-    return Agreement(
-        frontier=committer.frontier, holders=verdict.healthy, lacking=verdict.differing, newcomers=(),
-        generation=generation, start=False, computed_by=None, reenter=True, lost=(), survivors=tuple(range(size)),
-        size_before=size, consecutive=0, open_ranges=(), at_risk=0,
-    )  # fmt: skip
 
 
 def _no_majority(step: int, digests: Sequence[int]) -> DivergenceError:

@@ -116,6 +116,10 @@ class Forward:
         if not isinstance(self.rescale, bool):
             raise PolicyError(f"rescale is {self.rescale!r}; it must be True or False")
 
+    def leaves_nothing(self, failure: Failure) -> bool:
+        """Whether no gradient would be left to apply."""
+        return self.missing == "skip" and not failure.gradients_done
+
 
 @dataclass(frozen=True)
 class Abort:
@@ -205,7 +209,7 @@ def decide(policy: RecoveryPolicy, failure: Failure) -> Decision | None:
             f"the recovery policy {policy!r} answered {decision!r}, which is not Replay(), Forward(...), Abort(...) or "
             "None"
         )
-    if isinstance(decision, Forward) and decision.missing == "skip" and not failure.gradients_done:
+    if isinstance(decision, Forward) and decision.leaves_nothing(failure):
         raise PolicyError(
             f"the recovery policy {policy!r} answered {decision!r}, but no survivor has any reduced gradient, so that "
             "nothing would be left to apply. A policy can see that in failure.gradients_done"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horovod_ft.errors import PolicyError
-from horovod_ft.policy import Budget, Decision, Failure, Forward, Policy, Replay
+from horovod_ft.policies.lossy_forward import LossyForward
+from horovod_ft.policy import Decision, Failure, Forward, Policy, Replay
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,20 @@ class Auto(Policy):
     def __post_init__(self) -> None:
         if not 0 <= self.max_loss <= 1:
             raise PolicyError(f"max_loss is {self.max_loss!r}; it must be between 0 and 1")
-        Budget(self.max_consecutive, self.at_most, self.within)
-        Forward(self.missing, self.rescale)
+        self._forward()
+
+    def _forward(self) -> LossyForward:
+        return LossyForward(self.missing, self.rescale, self.max_consecutive, self.at_most, self.within)
 
     @property
     def decisions(self) -> frozenset[type]:
-        return frozenset({Replay, Forward})
+        return self._forward().decisions
 
     def __call__(self, failure: Failure) -> Decision | None:
-        if Budget(self.max_consecutive, self.at_most, self.within).spent(failure):
-            return None
+        answer = self._forward()(failure)
         forward_s = failure.costs.forward_s
-        nothing_left = self.missing == "skip" and not failure.gradients_done
-        if failure.closed or forward_s is None or nothing_left or loss(failure) > self.max_loss:
-            return Replay()
-        return Forward(self.missing, self.rescale) if forward_s < failure.costs.replay_s else Replay()
+        worth_it = forward_s is not None and forward_s < failure.costs.replay_s and loss(failure) <= self.max_loss
+        return Replay() if isinstance(answer, Forward) and not worth_it else answer
 
 
 def loss(failure: Failure) -> float:

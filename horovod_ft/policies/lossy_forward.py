@@ -66,5 +66,5 @@ class LossyForward(Policy):
     def __call__(self, failure: Failure) -> Decision | None:
         if self._budget().spent(failure):
             return None
-        nothing_left = self.missing == "skip" and not failure.gradients_done
-        return Replay() if failure.closed or nothing_left else self._forward()
+        forward = self._forward()
+        return Replay() if failure.closed or forward.leaves_nothing(failure) else forward

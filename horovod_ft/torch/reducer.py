@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
@@ -429,32 +430,31 @@ class GradientReducer:
     def goes_sparse(self, bucket: Bucket) -> bool:
         return len(bucket.members) == 1 and bucket.members[0].sparse > 0 and not self._sparse_as_dense
 
-    def hand_over(self, bucket: Bucket, factor: float) -> None:
-        """Reduce the local gradients of a bucket, each times ``factor`` and this worker's weight."""
+    @contextmanager
+    def _times(self, factor: float) -> Iterator[None]:
         self._factor = factor
         try:
+            yield
+        finally:
+            self._factor = 1.0
+
+    def hand_over(self, bucket: Bucket, factor: float) -> None:
+        """Reduce the local gradients of a bucket, each times ``factor`` and this worker's weight."""
+        with self._times(factor):
             if self.goes_sparse(bucket):
                 self._submit_sparse(bucket)
             else:
                 self._submit_dense(bucket)
-        finally:
-            self._factor = 1.0
 
     def local_sparse(self, slot: Slot, factor: float) -> torch.Tensor:
         """The local gradient times ``factor`` and this worker's weight."""
-        self._factor = factor
-        try:
+        with self._times(factor):
             return self._weighted_sparse(slot)
-        finally:
-            self._factor = 1.0
 
     def local_in_place(self, slot: Slot, factor: float) -> None:
         """Let the memory for the result hold the local gradient times ``factor`` and this worker's weight."""
-        self._factor = factor
-        try:
+        with self._times(factor):
             local = self._weighted(slot)
-        finally:
-            self._factor = 1.0
         if local is not slot.result:
             slot.room().copy_(local)
 

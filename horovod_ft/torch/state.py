@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from horovod.common.elastic import State
 
-from horovod_ft.agreement import Agreement, Gradients, Reach
+from horovod_ft.agreement import Gradients, Reach, who_has_it
 from horovod_ft.committer import Committer, Frontier, Part
 from horovod_ft.data import Cursor, Deal, Range
 from horovod_ft.errors import ConfigurationError
@@ -148,12 +148,8 @@ class TorchState(State):  # type: ignore[misc]
         """Take over everything from worker 0. Blocks; all workers call it."""
         runtime = current()
         group = runtime.group()
-        others = tuple(range(1, group.size))
-        everything = Agreement(
-            frontier=self._committer.frontier, holders=(0,), lacking=others, newcomers=others,
-            generation=group.generation, start=True, computed_by=None, reenter=True, lost=(), survivors=(),
-            size_before=group.size, consecutive=0, open_ranges=(), at_risk=0,
-        )  # fmt: skip
+        others = range(1, group.size)
+        everything = who_has_it(self._committer.frontier, group, (0,), start=True, newcomers=others)
         transfer(runtime.membership.comm, everything, group.rank, self, self._committer)
         if not self.engine.stepping:
             self._committer.open = False

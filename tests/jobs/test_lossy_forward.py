@@ -69,7 +69,10 @@ def carried(outcome: Outcome) -> dict[int, Carried]:
 @pytest.mark.parametrize("after", range(GRADIENTS + 1))
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_a_kill_after_any_number_of_reduced_gradients(tmp_path: Path, workers: int, after: int) -> None:
-    outcome = run_job(tmp_path, [fault(1, 5, "allreduce", after=after)], workers=workers, policy=POLICY)
+    # Nothing else makes sure that the others have left their commits when it dies before the first reduction.
+    late = [] if after else [fault(1, 5, "forward", kind="slow", seconds=0.5)]
+    plan = [*late, fault(1, 5, "allreduce", after=after)]
+    outcome = run_job(tmp_path, plan, workers=workers, policy=POLICY)
     check_sound(outcome, set(range(workers)) - {1}, lossy=True)
     check_like_reference(outcome, carried=carried(outcome))
     assert len(outcome.kinds("recovered")) == workers - 1

@@ -5,7 +5,7 @@
    and take turns in blocks of about a second (A B, B A); the figure is the median over the pairs of a pair's ratio.
 2. Peak memory: jobs of one side alone, 25 M parameters, 2 workers; the largest resident memory of a worker.
 3. Commit: ``state.step()`` with an empty body against stock ``TorchState.commit()``, 200 MB of state, 2 workers, in
-   turns.
+   turns; and against the same, what ``StateCommitter(keep="copy")`` adds to a step in which it takes a copy.
 
     python benchmarks/step_overhead.py [--json FILE] [--quick]
     python benchmarks/step_overhead.py --policy lossy_forward
@@ -49,6 +49,9 @@ class Times:
     stock: list[float]
     ours: list[float]
     extra: list[float]
+    stock_again: list[float]
+    copies: list[float]
+    copies_mb: float
 
     @classmethod
     def read(cls, folder: Path) -> Times:
@@ -100,12 +103,17 @@ def commits(seconds: float, folder: Path) -> dict[str, Any]:
     run_workers("commits", arguments, COMMIT_WORKERS, folder, env=ENV, timeout_s=3 * seconds + MARGIN_S)
     times = Times.read(folder)
     ratios = spread([1 / ratio for ratio in times.ratios()])
+    copying = spread([copy / stock for stock, copy in zip(times.stock_again, times.copies, strict=True)])
     return {
         "commit_ratio": ratios["median"],
         "commit_spread": ratios,
         "commit_stock_ms": times.ms(times.stock),
         "commit_ours_ms": times.ms(times.ours),
         "commit_beside_a_body_ms": times.ms(times.extra),
+        "copy_ms": times.ms(times.copies),
+        "copy_ratio": copying["median"],
+        "copy_spread": copying,
+        "copies_mb": times.copies_mb,
     }
 
 
@@ -138,9 +146,12 @@ def show(result: dict[str, Any]) -> None:
     table = Table(title="Commit of 200 MB of state, 2 workers; peak memory of a worker, 25M parameters")
     for column in ("", "stock", "ours", "ratio"):
         table.add_column(column, justify="right" if column else "left")
-    table.add_row("commit, ms", f"{result['commit_stock_ms']:.1f}", f"{result['commit_ours_ms']:.2f}",
+    table.add_row("commit of light state, ms", f"{result['commit_stock_ms']:.1f}", f"{result['commit_ours_ms']:.2f}",
                   f"1 / {result['commit_ratio']:.0f}")  # fmt: skip
     table.add_row("  while a body of 20 ms runs", "", f"{result['commit_beside_a_body_ms']:.2f}", "")
+    table.add_row("  and a full copy", f"{result['commit_stock_ms']:.1f}", f"{result['copy_ms']:.1f}",
+                  f"{result['copy_ratio']:.2f}")  # fmt: skip
+    table.add_row("memory of two copies, MB", "", f"{result['copies_mb']:.0f}", "")
     table.add_row("memory, MB", f"{result['stock_peak_mb']:.0f}", f"{result['ours_peak_mb']:.0f}",
                   f"{result['memory_ratio']:.2f}")  # fmt: skip
     console.print(table)

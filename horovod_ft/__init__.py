@@ -4,7 +4,7 @@ from horovod_ft.errors import HorovodFtError
 from horovod_ft.policies.auto import Auto
 from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import Abort, Decision, Failure, Forward, Policy, RecoveryPolicy, Replay
+from horovod_ft.policy import Abort, Decision, Failure, Forward, Policy, RecoveryPolicy, Replay, Restart
 from horovod_ft.version import __version__
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "Policy",
     "RecoveryPolicy",
     "Replay",
+    "Restart",
     "__version__",
 ]

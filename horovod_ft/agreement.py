@@ -6,7 +6,8 @@ for the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from horovod_ft.data import Range
 from horovod_ft.errors import DivergenceError, RecoveryError
 from horovod_ft.membership.base import Collectives, Group
 from horovod_ft.policy import Costs, Failure
+
+#: The phase of a worker whose guard has found that replicas differ.
+DIVERGED = "guard"
 
 
 class Resume(Enum):
@@ -98,6 +102,8 @@ class Standing(NamedTuple):
         gradients: what it has of an update that failed; or why it cannot finish that update.
         ages_s: seconds since each earlier failure that it remembers, newest first.
         step_s, reduction_s: how long a step takes, and how much of that it waits for gradients; 0.0 if not known yet.
+        copies: steps that it has a full copy of, and the seconds since each was taken.
+        back: it wants to go back to the newest of them.
     """
 
     frontier: Frontier
@@ -117,11 +123,28 @@ class Standing(NamedTuple):
     ages_s: tuple[float, ...]
     step_s: float
     reduction_s: float
+    copies: tuple[tuple[int, float], ...]
+    back: bool
 
     @property
     def sound(self) -> bool:
         """It has the group's state."""
         return not (self.fresh or self.torn)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A full copy of the state that a group can go back to.
+
+    Attributes:
+        step: committed steps that it holds.
+        holders: ranks, in the new group, that have it.
+        age_s: seconds since it was taken; the largest over the holders.
+    """
+
+    step: int
+    holders: tuple[int, ...]
+    age_s: float
 
 
 @dataclass(frozen=True)
@@ -148,6 +171,9 @@ class Agreement:
         closed: why the mini-batch cannot be carried forward; empty if it can.
         ages_s: as in Standing, of the survivor who remembers most.
         step_s, reduction_s: as in Standing, the largest.
+        copies: that the group can go back to, in the order in which to try them.
+        back: somebody wants to.
+        diverged: a guard has found that replicas differ, and no majority.
     """
 
     frontier: Frontier
@@ -170,6 +196,9 @@ class Agreement:
     ages_s: tuple[float, ...] = ()
     step_s: float = 0.0
     reduction_s: float = 0.0
+    copies: tuple[Copied, ...] = ()
+    back: bool = False
+    diverged: bool = False
 
 
 def who_has_it(
@@ -227,7 +256,25 @@ def conclude(standings: Sequence[Standing]) -> Agreement:
         ages_s=max((standing.ages_s for standing in those_left), key=len),
         step_s=max(standing.step_s for standing in standings),
         reduction_s=max(standing.reduction_s for standing in standings),
+        copies=tuple(_copies(standings)),
+        back=any(standing.back for standing in standings),
+        diverged=any(standing.phase == DIVERGED for standing in standings),
     )
+
+
+def _copies(standings: Sequence[Standing]) -> Iterator[Copied]:
+    """The newest first, but before all others those that all have who have any.
+
+    A copy holds what a worker has of its own, such as random generators: whoever lacks it gets that from a newcomer's
+    start, so it is better to go back a little further.
+    """
+    held: dict[int, dict[int, float]] = defaultdict(dict)
+    for rank, standing in enumerate(standings):
+        for step, age_s in standing.copies:
+            held[step][rank] = age_s
+    most = sum(bool(standing.copies) for standing in standings)
+    for step in sorted(held, key=lambda step: (len(held[step]) == most, step), reverse=True):
+        yield Copied(step, tuple(held[step]), max(held[step].values()))
 
 
 def _reach(standings: Sequence[Standing], holders: Sequence[int], newcomers: Sequence[int]) -> Reach | str:
@@ -286,6 +333,8 @@ def failure_of(agreement: Agreement, size: int) -> Failure:
     elements = reach.elements if reach else ()
     whole = reach.whole if reach else ()
     missing = sum(size for size, holder in zip(elements, reach.holders if reach else (), strict=True) if holder is None)
+    copy = agreement.copies[0] if agreement.copies else None
+    replay_s = agreement.step_s * agreement.size_before / size
     return Failure(
         generation=agreement.generation - 1,
         step=agreement.frontier.step,
@@ -307,11 +356,13 @@ def failure_of(agreement: Agreement, size: int) -> Failure:
         elements=sum(elements),
         elements_done=sum(size for size, done in zip(elements, whole, strict=True) if done),
         closed=agreement.closed,
-        checkpoint_step=None,
-        checkpoint_age_s=None,
+        diverged=agreement.diverged,
+        checkpoint_step=copy.step if copy else None,
+        checkpoint_age_s=copy.age_s if copy else None,
         costs=Costs(
-            replay_s=agreement.step_s * agreement.size_before / size,
+            replay_s=replay_s,
             forward_s=None if agreement.closed else agreement.reduction_s * missing / max(sum(elements), 1),
+            restart_s=replay_s * (agreement.frontier.step - copy.step + 1) if copy else None,
         ),
     )
 

@@ -15,7 +15,8 @@ class Part(Protocol):
     """A piece of light state.
 
     ``begin`` is on the hot path: it must be cheap and should reuse its storage. A replicated part is the same on all
-    workers; ``export`` and ``adopt`` bring it to those who are behind or new.
+    workers; ``export`` and ``adopt`` bring it to those who are behind or new. What they do for the others serves the
+    full copies that a worker keeps for itself.
     """
 
     replicated: bool
@@ -33,7 +34,7 @@ class Part(Protocol):
         """The present value, picklable."""
 
     def adopt(self, value: Any) -> None:
-        """Take over what another worker exported."""
+        """Take over what another worker exported, or this one earlier."""
 
 
 class Frontier(NamedTuple):
@@ -117,6 +118,12 @@ class Committer:
     def asked(self) -> int:
         """Updates of the open step that its body has come to, those that a replay leaves out included."""
         return self._asked
+
+    def went_back(self, step: int) -> None:
+        """The parameters and all parts were set to what they were after an earlier step."""
+        self.committed = self.export()
+        self._close(Frontier(step, 0))
+        self.fresh = self.torn = False
 
     def export(self) -> list[Any]:
         """Present values of the replicated parts, in order."""

@@ -31,7 +31,7 @@ class Event:
     """One record.
 
     Attributes:
-        kind: what happened: one of STAGES, or started, joined, resized, finished, fault, aborted, warning.
+        kind: what happened: one of STAGES, or started, joined, resized, restarted, finished, fault, aborted, warning.
         wall: seconds since the epoch.
         mono: CLOCK_MONOTONIC seconds; comparable between workers of one host.
         worker: ``host:start_rank:pid``, which names a process for its whole life.

@@ -17,6 +17,13 @@ from horovod_ft.transfer import transfer
 log = logging.getLogger("horovod_ft")
 
 
+def heal_if_due(membership: Membership, trainee: Trainee, committer: Committer, bus: EventBus) -> None:
+    """``heal``, if the guard asks for it after this step."""
+    guard = trainee.ft_guard()
+    if guard is not None and committer.frontier.step % guard.every == 0:
+        heal(membership, trainee, committer, bus)
+
+
 def heal(membership: Membership, trainee: Trainee, committer: Committer, bus: EventBus) -> None:
     """Find out who has another replica than the majority, and give it theirs. At a step boundary; all workers call it.
 

@@ -9,7 +9,7 @@ from horovod_ft.errors import InstallationError
 
 HOROVOD = "0.28.1"
 #: The first of ``scripts/build_horovod.py``'s recipes whose Horovod survives failures.
-RECIPE = 4
+RECIPE = 5
 REMEDY = (
     "Run scripts/install in a checkout of horovod_ft with this environment active: it builds Horovod 0.28.1 for the "
     "frameworks that are installed (no wheel on PyPI works with today's)"
@@ -17,8 +17,8 @@ REMEDY = (
 
 #: What is wrong with Horovod as released, for the doctor and for a warning at the start of an elastic job.
 GOES_ON = (
-    "this Horovod goes on after a failed operation: in a failure a worker may abort, hang, or in rare cases take a "
-    "control word for a part of a gradient. scripts/install builds one that stops"
+    "this Horovod goes on after a failed operation: in a failure a worker may abort, hang, wait for 30 s, or in rare "
+    "cases take a control word for a part of a gradient. scripts/install builds one that stops"
 )
 
 

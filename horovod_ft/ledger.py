@@ -60,6 +60,10 @@ class Ledger:
         """The samples ``ids``, dealt in ``generation``, do not count in ``elements`` of the ``of`` of an update."""
         self._write(kind="lossy", step=step, generation=generation, ids=ids, elements=elements, of=of)
 
+    def went_back(self, step: int, generation: int) -> None:
+        """From ``generation`` on training goes on from an earlier step: what was committed after it counts no more."""
+        self._write(kind="back", step=step, generation=generation)
+
     def discarded(self) -> None:
         """What was dealt since the last commit will be dealt again."""
         self._open.clear()
@@ -92,6 +96,7 @@ class LedgerReport:
         epochs: epochs whose every sample was visited exactly once.
         samples: samples applied, over all epochs.
         lossy: step -> what was carried forward without the dead workers' share.
+        redone: how often a committed step was given up by going back to an earlier one.
         problems: everything that is not as it should be, one sentence each.
     """
 
@@ -99,6 +104,7 @@ class LedgerReport:
     epochs: int = 0
     samples: int = 0
     lossy: dict[int, Lossy] = field(default_factory=dict)
+    redone: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -182,17 +188,27 @@ def _final_steps(report: LedgerReport, records: list[dict[str, Any]]) -> dict[in
     newest: dict[str, int] = defaultdict(int)
     for record in _kind(records, "dealt") + _kind(records, "committed"):
         newest[record["worker"]] = max(newest[record["worker"]], record["generation"])
-    committed = sorted(_kind(records, "committed"), key=lambda record: -record["generation"])
-    for record in committed:
+    backs = _kind(records, "back")
+    given_up: set[tuple[int, int]] = set()
+    for record in sorted(_kind(records, "committed"), key=lambda record: -record["generation"]):
+        if _given_up(record, backs):
+            given_up.add((record["step"], record["generation"]))
+            continue
         step, claim = record["step"], (record["generation"], record["ranges"])
         wins = final.setdefault(step, claim)
         superseded = claim[0] < wins[0] and newest[record["worker"]] < wins[0]
         if claim != wins and not superseded:
             report.problems.append(f"step {step} was committed as {wins} and, by {record['worker']}, as {claim}")
+    report.redone = len(given_up)
     missing = sorted(set(range(1, max(final, default=0) + 1)) - set(final))
     if missing:
         report.problems.append(f"steps that nobody committed: {missing}")
     return final
+
+
+def _given_up(committed: dict[str, Any], backs: list[dict[str, Any]]) -> bool:
+    """Whether the group has gone back to an earlier step since."""
+    return any(back["step"] < committed["step"] and committed["generation"] < back["generation"] for back in backs)
 
 
 def _check_epochs(report: LedgerReport, visited: dict[int, list[int]], stream: tuple[int, bool] | None) -> None:

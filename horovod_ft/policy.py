@@ -1,6 +1,6 @@
 """Recovery policies as values: the frozen context of a failure, the decisions, and how policies combine.
 
-A policy only decides. The engine (``recovery.py``) is the only place that acts on a Decision.
+A policy only decides. The engine (in ``reconcile.py``) is the only place that acts on a Decision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Costs:
     Attributes:
         replay_s: to compute the failed mini-batch again.
         forward_s: to reduce what is missing; None if that way is closed.
-        restart_s: to go back to the last durable checkpoint and compute the steps since then again; None without one.
+        restart_s: to go back to the last full copy of the state and compute the steps since then again; None without.
     """
 
     replay_s: float
@@ -42,7 +42,7 @@ class Failure:
         step: newest step that any survivor committed; training goes on from it.
         updates: optimizer updates that a survivor had already applied in the open step.
         phases: where each survivor was, in their order: ``outside`` of a step, ``step``, ``update`` (in the wait for
-            the reduced gradients, all local ones computed) or ``commit``.
+            the reduced gradients, all local ones computed), ``commit``, or ``guard`` (their replicas differ).
         lost: ranks, in the group that broke, of the workers that are gone.
         survivors: ranks, in the group that broke, of those that are left.
         size_before, size_after: world sizes; newcomers count in ``size_after``.
@@ -57,7 +57,10 @@ class Failure:
             survivor has in their reduced form, whole. 0 if the survivors were not all in the same update.
         elements, elements_done: the same in numbers.
         closed: why the mini-batch cannot be carried forward; empty if it can.
-        checkpoint_step, checkpoint_age_s: of the last durable checkpoint; None without one.
+        diverged: a ReplicaGuard found that the survivors' replicas differ, and no majority. There is nothing to replay
+            or to carry forward then.
+        checkpoint_step, checkpoint_age_s: of the newest full copy of the state that they can go back to: the committed
+            steps it holds, and the seconds since it was taken. None without one.
         costs: of each way out.
     """
 
@@ -81,6 +84,7 @@ class Failure:
     elements: int
     elements_done: int
     closed: str
+    diverged: bool
     checkpoint_step: int | None
     checkpoint_age_s: float | None
     costs: Costs
@@ -122,13 +126,21 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """Go back to the newest full copy of the state, and enter the training function again from the top.
+
+    Only when ``Failure.checkpoint_step`` is not None. The steps since then are computed again.
+    """
+
+
+@dataclass(frozen=True)
 class Abort:
     """Give up: every survivor raises RecoveryError with this reason and exits non-zero."""
 
     reason: str
 
 
-Decision: TypeAlias = Replay | Forward | Abort
+Decision: TypeAlias = Replay | Forward | Restart | Abort
 EVERY_DECISION: frozenset[type] = frozenset(get_args(Decision))
 
 
@@ -204,10 +216,20 @@ def decide(policy: RecoveryPolicy, failure: Failure) -> Decision | None:
         raise
     except Exception as error:
         raise PolicyError(f"the recovery policy {policy!r} raised {error!r} when asked about {failure}") from error
-    if decision is not None and not isinstance(decision, Replay | Forward | Abort):
+    if decision is not None and not isinstance(decision, Decision):
         raise PolicyError(
-            f"the recovery policy {policy!r} answered {decision!r}, which is not Replay(), Forward(...), Abort(...) or "
-            "None"
+            f"the recovery policy {policy!r} answered {decision!r}, which is not Replay(), Forward(...), Restart(), "
+            "Abort(...) or None"
+        )
+    if isinstance(decision, Replay | Forward) and failure.diverged:
+        raise PolicyError(
+            f"the recovery policy {policy!r} answered {decision!r}, but the workers' replicas differ, which that does "
+            "not mend. A policy can see that in failure.diverged"
+        )
+    if isinstance(decision, Restart) and failure.checkpoint_step is None:
+        raise PolicyError(
+            f"the recovery policy {policy!r} answered {decision!r}, but there is no full copy of the state to go back "
+            "to: make one with StateCommitter(state, keep='copy'). A policy can see that in failure.checkpoint_step"
         )
     if isinstance(decision, Forward) and decision.leaves_nothing(failure):
         raise PolicyError(

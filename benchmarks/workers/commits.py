@@ -3,7 +3,7 @@
 ``python -m benchmarks.workers.commits FOLDER SECONDS``. The state is a 25 M parameter model and its momentum, float32.
 Our commit is what ``with state.step()`` adds to a step: entering and leaving it with nothing inside, with the small
 allreduce in which the workers tell each other about newcomers. In a real step that one is under way while the body
-runs; what remains then is measured too.
+runs; what remains then is measured too. So is a full copy into one of the two arenas of a ``StateCommitter``.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def main(folder: str, seconds: str) -> None:
     stock, ours = trained(horovod.torch.DistributedOptimizer, "stock"), trained(hvd.DistributedOptimizer, "ours")
     stock_state = horovod.torch.elastic.TorchState(model=stock.model, optimizer=stock.optimizer)
     state = hvd.elastic.TorchState(model=ours.model, optimizer=ours.optimizer)
+    committer = hvd.elastic.StateCommitter(state, every=None, keep="copy")
 
     def commit() -> None:
         with state.step():
@@ -65,12 +66,14 @@ def main(folder: str, seconds: str) -> None:
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        for work in (stock_state.commit, commit):
+        for work in (stock_state.commit, commit, state.save, state.save):
             once(work)
         one = max(once(stock_state.commit) for _ in range(3))
         count = max(10, round(float(seconds) / (one + BODY_S)))
         times = alternate(stock_state.commit, commit, once, count)
-        Pairs(1, *times, extra=[beside_a_body(state) for _ in range(count)]).write(Path(folder))
+        extra = [beside_a_body(state) for _ in range(count)]
+        copies = alternate(stock_state.commit, state.save, once, count)
+        Pairs(1, *times, extra, *copies, committer.nbytes / 1e6).write(Path(folder))
 
     train(state)
     hvd.shutdown()

@@ -26,12 +26,17 @@ class Pairs:
     Attributes:
         repeats: how often the work was done in a block.
         extra: further times of ours, one by one.
+        stock_again, copies: pairs of a stock commit and a full copy of ours.
+        copies_mb: memory that is set aside for such copies.
     """
 
     repeats: int
     stock: list[float]
     ours: list[float]
     extra: list[float] = field(default_factory=list)
+    stock_again: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+    copies_mb: float = 0.0
 
     def write(self, folder: Path) -> None:
         """Leave the result for ``step_overhead.py``; worker 0 does."""

@@ -18,9 +18,10 @@ from horovod_ft.membership.base import Group
 from horovod_ft.policies.auto import Auto
 from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay
+from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
 from horovod_ft.policy_names import parse_policy
 from horovod_ft.recovery import Engine, HostsChanged
+from horovod_ft.snapshot import StateCommitter
 from horovod_ft.torch import sampler, state
 from horovod_ft.torch.loader import ElasticDataLoader
 from horovod_ft.torch.parts import BasePart
@@ -137,7 +138,10 @@ class _OtherState:
     def dealt_to(self, ranks: Iterable[int]) -> list[int]:
         return []
 
-    def guard(self) -> None:
+    def ft_copies(self) -> None:
+        return None
+
+    def ft_guard(self) -> None:
         return None
 
     def digest(self) -> int:
@@ -202,7 +206,9 @@ __all__ = [
     "RecoveryPolicy",
     "Replay",
     "ReplicaGuard",
+    "Restart",
     "State",
+    "StateCommitter",
     "TorchState",
     "init",
     "run",

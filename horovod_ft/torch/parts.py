@@ -15,6 +15,8 @@ import torch
 
 from horovod_ft.data import Cursor, Place
 
+#: A buffer: number of the module that owns it, and its name there.
+BufferKey = tuple[int, str]
 #: Values of these types cannot change under a reference to them.
 IMMUTABLE = (int, float, complex, str, bytes, bool, type(None))
 
@@ -47,12 +49,18 @@ class RandomState(BasePart):
         self._saved: tuple[Any, ...] = ()
 
     def begin(self) -> None:
-        in_use = torch.cuda.is_initialized()
-        devices = torch.cuda.get_rng_state_all() if in_use else []
-        self._saved = (random.getstate(), np.random.get_state(), torch.get_rng_state(), devices)
+        self._saved = self.export()
 
     def rollback(self) -> None:
-        python, numpy, cpu, devices = self._saved
+        self.adopt(self._saved)
+
+    def export(self) -> tuple[Any, ...]:
+        in_use = torch.cuda.is_initialized()
+        devices = torch.cuda.get_rng_state_all() if in_use else []
+        return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
+
+    def adopt(self, value: tuple[Any, ...]) -> None:
+        python, numpy, cpu, devices = value
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
@@ -76,10 +84,10 @@ class Buffers(BasePart):
         self._known: list[torch.nn.Module] = []
         # A module's dict of buffers is kept, not its buffers: a module may replace them in its forward.
         self._owners: list[dict[str, torch.Tensor | None]] = []
-        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._keys: list[BufferKey] = []
         self._saved: list[torch.Tensor] = []
 
-    def _live(self) -> dict[tuple[int, str], torch.Tensor]:
+    def _live(self) -> dict[BufferKey, torch.Tensor]:
         models = list(self._models())
         if len(models) != len(self._known) or any(new is not old for new, old in zip(models, self._known, strict=True)):
             self._known = models
@@ -94,29 +102,36 @@ class Buffers(BasePart):
     @torch.no_grad()
     def begin(self) -> None:
         live = self._live()
-        self._places = [(self._owners[index], name) for index, name in live]
+        self._keys = list(live)
         tensors = list(live.values())
-        if _kinds(tensors) != _kinds(self._saved):
+        if kinds_of(tensors) != kinds_of(self._saved):
             self._saved = [buffer.clone() for buffer in tensors]
         elif tensors:
             torch._foreach_copy_(self._saved, tensors)
 
-    @torch.no_grad()
     def rollback(self) -> None:
-        known = {(id(buffers), name) for buffers, name in self._places}
-        for buffers in self._owners:
+        self.adopt(dict(zip(self._keys, self._saved, strict=True)))
+
+    @torch.no_grad()
+    def export(self) -> dict[BufferKey, torch.Tensor]:
+        return {key: buffer.clone() for key, buffer in self._live().items()}
+
+    @torch.no_grad()
+    def adopt(self, value: dict[BufferKey, torch.Tensor]) -> None:
+        for index, buffers in enumerate(self._owners):
             for name in buffers:
-                if (id(buffers), name) not in known:
-                    buffers[name] = None  # it came in the step that failed
-        for (buffers, name), saved in zip(self._places, self._saved, strict=True):
-            live = buffers.get(name)
-            if live is not None and _kinds([live]) == _kinds([saved]):
+                if (index, name) not in value:
+                    buffers[name] = None  # it came later
+        for (index, name), saved in value.items():
+            live = self._owners[index].get(name)
+            if live is not None and kinds_of([live]) == kinds_of([saved]):
                 live.copy_(saved)
             else:
-                buffers[name] = saved.clone()
+                self._owners[index][name] = saved.clone()
 
 
-def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+def kinds_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    """What two lists of tensors have in common if one can be copied into the other."""
     return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
@@ -258,7 +273,7 @@ class Snapshot(BasePart):
         self._saved_structure = self._structure()
         live = self._tensors()
         kept = self._saved
-        if kept is None or _kinds(kept) != _kinds(live):
+        if kept is None or kinds_of(kept) != kinds_of(live):
             self._saved = [tensor.detach().clone() for tensor in live]
         elif live:
             torch._foreach_copy_(kept, live)

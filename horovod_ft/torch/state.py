@@ -16,11 +16,13 @@ from horovod.common.elastic import State
 from horovod_ft.agreement import Gradients, Reach, who_has_it
 from horovod_ft.committer import Committer, Frontier, Part
 from horovod_ft.data import Cursor, Deal, Range
-from horovod_ft.errors import ConfigurationError
+from horovod_ft.errors import ConfigurationError, UsageError
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
 from horovod_ft.policy import Forward
 from horovod_ft.recovery import Engine, StepContext
+from horovod_ft.snapshot import ARENAS, Copies
+from horovod_ft.torch.arena import TorchArena
 from horovod_ft.torch.completion import Completion, Shares
 from horovod_ft.torch.faults import install_faults
 from horovod_ft.torch.loader import ElasticDataLoader
@@ -87,6 +89,7 @@ class TorchState(State):  # type: ignore[misc]
         self._only_rule()
         self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)
         self._snapshot.enabled = self._loader is None
+        self._copies: Copies | None = None
         self._committer = Committer(self._parts())
         self.engine = Engine(runtime.membership, self, self._committer, runtime.bus, runtime.injector, runtime.ledger)
         for value in tracked.values():
@@ -134,15 +137,56 @@ class TorchState(State):  # type: ignore[misc]
         self.engine.check_for_changes()
 
     def save(self) -> None:
-        """Remember everything, as ``commit`` does, without looking for workers that come or go. Never blocks."""
+        """Remember everything, as ``commit`` does, without looking for workers that come or go. Never blocks.
+
+        With ``step``, between two steps, and a ``StateCommitter`` that keeps copies: take one. All workers have to do
+        that at the same steps.
+
+        Raises:
+            UsageError: inside a step, or with ``step`` and without such a StateCommitter.
+        """
+        if self.engine.stepping:
+            if self.engine.inside_step:
+                raise UsageError("state.save() was used inside state.step(): what is half done cannot be gone back to")
+            self._full_copies("save").take(self._committer.frontier.step)
+            return
         self._snapshot.enabled = True
         self._committer.save()
 
     def restore(self) -> None:
-        """Go back to the last ``commit`` or ``save``. Never blocks."""
+        """Go back to the last ``commit`` or ``save``. Never blocks.
+
+        With ``step`` and a ``StateCommitter`` that keeps copies, inside ``elastic.run``: take all workers back to the
+        newest copy, whether one of them calls this or several, and enter the training function again, from the top.
+        Does not return then. Blocks for the time of a recovery. The steps since the copy are computed again; so will be
+        what led here, if nothing but the state decides it.
+
+        Raises:
+            UsageError: with ``step``, and without such a StateCommitter or outside ``elastic.run``.
+            RecoveryError: no worker has a copy, or the workers' copies differ.
+        """
+        if self.engine.stepping:
+            self._full_copies("restore")
+            self.engine.go_back()
         for part in self._committer.parts:
             part.rollback()
         self._follow(current().group())
+
+    def keep_copies(self, every: int | None) -> Copies:
+        """What ``StateCommitter`` is made with; see there."""
+        if self._copies is not None:
+            raise ConfigurationError("this state has a StateCommitter that keeps copies already")
+        arenas = [TorchArena(self._replica) for _ in range(ARENAS)]
+        self._copies = Copies(arenas, self._committer.parts, every)
+        return self._copies
+
+    def _full_copies(self, called: str) -> Copies:
+        if self._copies is None:
+            raise UsageError(
+                f"state.{called}() in a training that goes by state.step() needs full copies of the state, of which "
+                "there are none: make a StateCommitter(state, every=k, keep='copy') after the state"
+            )
+        return self._copies
 
     def sync(self) -> None:
         """Take over everything from worker 0. Blocks; all workers call it."""
@@ -164,6 +208,8 @@ class TorchState(State):  # type: ignore[misc]
             )
         super().__setattr__(name, value)
         if names is not None and name in names:
+            if self._copies is not None and names[name] in ("model", "optimizer"):
+                self._copies.forget_after(-1)  # they are of something else
             self._look_after(value)
 
     # --- what the engine uses (recovery.Trainee) -------------------------------------------------------------------
@@ -267,7 +313,10 @@ class TorchState(State):  # type: ignore[misc]
     def dealt_to(self, ranks: Iterable[int]) -> list[int]:
         return [] if self._loader is None else self._loader.cursor.dealt_to(ranks)
 
-    def guard(self) -> ReplicaGuard | None:
+    def ft_copies(self) -> Copies | None:
+        return self._copies
+
+    def ft_guard(self) -> ReplicaGuard | None:
         return next(iter(self._named(ReplicaGuard).values()), None)
 
     def digest(self) -> int:
@@ -326,6 +375,8 @@ class TorchState(State):  # type: ignore[misc]
         if not self.engine.stepping and not self._snapshot.enabled:  # the first update of a script that commits itself
             self._snapshot.enabled = True
             self._snapshot.begin()
+        if self._copies is not None:
+            self._copies.settle()
         self.engine.injector.at("optimizer", self._committer.frontier.step + 1)
 
     def admit_update(self) -> bool:

@@ -25,7 +25,14 @@ GROWTH_INTERVAL = 3
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained, and how. ``folder`` is where each worker leaves its result."""
+    """What is trained, and how.
+
+    Attributes:
+        folder: where each worker leaves its result.
+        restore_at: in this step the training is spoilt and restored, once: by start rank 1 after an error in the body
+            (``restore_by="one"``), by all after it (``all``), or by start rank 1 in the body (``inside``).
+        restart: the policy goes back to a copy where it cannot replay.
+    """
 
     folder: str
     model: str = "mlp"
@@ -48,6 +55,10 @@ class Config:
     kill_before_batch: int | None = None
     lr_rule: str | None = None
     guard_every: int | None = None
+    copy_every: int | None = None
+    restore_at: int | None = None
+    restore_by: str = "one"
+    restart: bool = False
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,22 @@ def main(config: Config) -> None:
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, scaler=scaler,
                                    epochs_seen=0, batches=0, **helpers(config))  # fmt: skip
 
-    @hvd.elastic.run(policy=config.policy)
+    if config.copy_every is not None:
+        hvd.elastic.StateCommitter(state, config.copy_every, keep="copy")
+    spoiler = Spoiler(config)
+
+    @hvd.elastic.run(policy=policy_of(config))
     def train(state: Any) -> None:
+        with spoiler.answered(state):
+            steps(state)
+
+    def steps(state: Any) -> None:
         for _epoch in state.loader.epochs(config.epochs):
             for inputs, labels in state.loader:
                 if config.hold_before == state.steps + 1:
                     hold(Path(config.folder))
                 with state.step():
+                    spoiler.inside(state)
                     if state.batches % config.passes == 0:
                         optimizer.zero_grad()
                     try:
@@ -66,31 +76,35 @@ def main(config: Config) -> None:
                             scaler.step(optimizer)
                         scaler.update()
                         scheduler.step()
+                spoiler.after(state)
                 if config.disagree_at == state.steps:
                     (Path(config.folder) / f"ahead-{START_RANK}").write_text(str(os.getpid()))
             if config.metric:
                 hvd.allreduce(torch.ones(1), name="metric")
             state.epochs_seen += 1
 
-    @hvd.elastic.run(policy=config.policy)
-    def train_with_commits(state: Any) -> None:
-        """As a script for stock Horovod does it, with our loader."""
-        for _epoch in state.loader.epochs(config.epochs):
-            for inputs, labels in state.loader:
-                if START_RANK == 1 and state.batches == config.kill_before_batch and hvd.size() == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                optimizer.zero_grad()
-                F.cross_entropy(model(inputs), labels).backward()
-                optimizer.step()
-                scheduler.step()
-                state.batches += 1
-                if state.batches % config.commit_every == 0:
-                    state.commit()
-            state.epochs_seen += 1
-        state.commit()
-
-    (train_with_commits if config.commit_every else train)(state)
+    if config.commit_every:
+        hvd.elastic.run(policy=config.policy)(functools.partial(commit_by_hand, config))(state)
+    else:
+        train(state)
     leave_result(config, state)
+
+
+def commit_by_hand(config: Config, state: Any) -> None:
+    """As a script for stock Horovod trains, with our loader."""
+    for _epoch in state.loader.epochs(config.epochs):
+        for inputs, labels in state.loader:
+            if START_RANK == 1 and state.batches == config.kill_before_batch and hvd.size() == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.optimizer.zero_grad()
+            F.cross_entropy(state.model(inputs), labels).backward()
+            state.optimizer.step()
+            state.scheduler.step()
+            state.batches += 1
+            if state.batches % config.commit_every == 0:
+                state.commit()
+        state.epochs_seen += 1
+    state.commit()
 
 
 def helpers(config: Config) -> dict[str, Any]:
@@ -98,6 +112,50 @@ def helpers(config: Config) -> dict[str, Any]:
     rule = {} if config.lr_rule is None else {"lr_rule": hvd.elastic.LearningRateRule(config.lr_rule)}
     guard = {} if config.guard_every is None else {"replica_guard": hvd.elastic.ReplicaGuard(config.guard_every)}
     return {**rule, **guard}
+
+
+def policy_of(config: Config) -> Any:
+    return hvd.elastic.MiniBatchRollback() | go_back if config.restart else config.policy
+
+
+def go_back(failure: hvd.elastic.Failure) -> hvd.elastic.Decision:
+    return hvd.elastic.Restart()
+
+
+class Spoiler:
+    """Spoils the parameters in one step, once, and lets the training go back to a copy."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._spoilt = False
+
+    def _due(self, state: Any, *, by: tuple[str, ...], step: int) -> bool:
+        mine = START_RANK == 1 or "all" in by
+        due = self._config.restore_by in by and mine and self._config.restore_at == step and not self._spoilt
+        if due:
+            self._spoilt = True
+            with torch.no_grad():
+                for parameter in state.model.parameters():
+                    parameter.fill_(float("nan"))
+        return due
+
+    def inside(self, state: Any) -> None:
+        if self._due(state, by=("inside",), step=state.steps + 1):
+            state.restore()
+        if self._due(state, by=("one",), step=state.steps + 1):
+            raise ValueError("an error of the script's own")
+
+    def after(self, state: Any) -> None:
+        if self._due(state, by=("all",), step=state.steps):
+            state.restore()
+
+    @contextlib.contextmanager
+    def answered(self, state: Any) -> Iterator[None]:
+        """The script's own error is answered with a restore."""
+        try:
+            yield
+        except ValueError:
+            state.restore()
 
 
 def fall_behind(folder: Path) -> None:

@@ -20,10 +20,10 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"policy", "policy_names", "events", "errors", "settings", "version"}),
     frozenset(
-        {"agreement", "committer", "data", "faults", "guard", "healing", "installation", "ledger", "losses",
-         "membership", "policies", "snapshot", "timeline", "trainee", "transfer", "agent", "checkpoint"}
+        {"agreement", "committer", "data", "faults", "going_back", "guard", "healing", "installation", "ledger",
+         "losses", "membership", "policies", "snapshot", "timeline", "trainee", "transfer", "agent", "checkpoint"}
     ),
-    frozenset({"recovery"}),
+    frozenset({"changes", "history", "open_step", "reconcile", "recovery", "regroup", "step"}),
     frozenset({"torch", "keras", "testing"}),
     frozenset({"cli"}),
 )  # fmt: skip
@@ -34,6 +34,14 @@ ENVIRONMENT = {
     "testing.local_job": "starts worker processes, in an environment made from its own",
     "cli.chaos": "starts a job, in an environment made from its own",
     "cli.check": "runs other programs, in an environment made from its own",
+}
+
+#: Who catches the failure of a group, and where it has a meaning of its own there.
+CATCHING = {
+    "recovery": "it leaves the training function, or comes at its end",
+    "regroup": "it breaks a recovery",
+    "step": "it comes at a step's borders",
+    "testing.membership_kit": "asks a membership for it",
 }
 
 
@@ -98,6 +106,15 @@ def test_only_the_adapters_import_a_framework(path: Path) -> None:
 @in_each_module(but=("torch", "keras", "membership"))
 def test_only_the_adapters_and_membership_import_horovod(path: Path) -> None:
     assert "horovod" not in {name.split(".")[0] for name in imports(tree_of(path))}
+
+
+def catches_failures(tree: ast.AST) -> bool:
+    handlers = (node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler))
+    return any(caught is not None and "failure_types" in ast.unparse(caught) for caught in handlers)
+
+
+def test_the_failure_of_a_group_is_caught_only_where_it_is_listed_here() -> None:
+    assert {name_of(path) for path in MODULES if catches_failures(tree_of(path))} == CATCHING.keys()
 
 
 def test_sockets_and_waiting_need_no_horovod() -> None:

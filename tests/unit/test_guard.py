@@ -64,7 +64,7 @@ def guarded(every: int, *, corrupt: int, at: int) -> Any:
     """Guard every training, and change the weights of one worker before it commits a step."""
 
     def prepare(toy: Toy) -> None:
-        toy.replica_guard = ReplicaGuard(every)
+        toy.guarded = ReplicaGuard(every)
         plain = toy.body
 
         def body(deal: Deal) -> None:

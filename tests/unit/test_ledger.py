@@ -292,3 +292,53 @@ def test_of_two_tries_to_go_forward_the_one_that_lost_more_counts(tmp_path: Path
     carried_forward(workers)
     workers.ledger("a").lossy(2, 0, [1], 10, 120)
     assert workers.verify().lossy[2].elements == 30
+
+
+# --- going back to an earlier step ---------------------------------------------------------------------------------
+
+
+def went_back(workers: Workers, step: int, names: str, generation: int) -> None:
+    for name in names:
+        workers.ledger(name).went_back(step, generation)
+
+
+def test_steps_that_were_given_up_and_computed_again_count_once(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 4), "ab")
+    went_back(workers, 1, "ab", 1)
+    workers.train(range(2, 5), "ab", generation=1)
+    report = workers.verify()
+    assert report.exact, report.problems
+    assert (report.steps, report.epochs, report.samples, report.redone) == (4, 2, 16, 2)
+
+
+def test_steps_that_were_given_up_and_not_computed_again_do_not_count(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 4), "ab")
+    went_back(workers, 2, "ab", 1)
+    report = workers.verify()
+    assert report.exact, report.problems
+    assert (report.steps, report.samples, report.redone) == (2, 8, 1)
+
+
+def test_a_worker_that_does_not_go_back_with_the_others_is_found(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 4), "ab")
+    went_back(workers, 1, "ab", 1)
+    workers.train(range(2, 4), "ab", generation=1)
+    workers.train(range(4, 5), "a", generation=1)
+    workers.dealt(4, "b")
+    workers.committed(4, "b", generation=2)
+    assert not workers.verify().exact
+
+
+def test_going_back_twice(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 5), "ab")
+    went_back(workers, 3, "ab", 1)
+    workers.train(range(4, 5), "ab", generation=1)
+    went_back(workers, 1, "ab", 2)
+    workers.train(range(2, 5), "a", generation=2)
+    report = workers.verify()
+    assert report.exact, report.problems
+    assert (report.steps, report.redone) == (4, 4)

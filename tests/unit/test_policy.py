@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from horovod_ft.errors import PolicyError
+from horovod_ft.policies.auto import Auto
 from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import (
@@ -18,8 +19,10 @@ from horovod_ft.policy import (
     Escalation,
     Failure,
     Forward,
+    Policy,
     RecoveryPolicy,
     Replay,
+    Restart,
     decide,
     decisions_of,
 )
@@ -28,7 +31,7 @@ FAILURE = Failure(
     generation=2, step=7, updates=0, phases=("update", "update"), lost=(1,), survivors=(0, 2), size_before=3,
     size_after=2, newcomers=0, behind=0, consecutive=1, ages_s=(), samples_at_risk=12, shares=3,
     shares_lost=1, gradients=4, gradients_done=1,
-    elements=100, elements_done=40, closed="", checkpoint_step=None, checkpoint_age_s=None,
+    elements=100, elements_done=40, closed="", diverged=False, checkpoint_step=5, checkpoint_age_s=1.5,
     costs=Costs(replay_s=0.2, forward_s=0.1),
 )  # fmt: skip
 
@@ -38,7 +41,7 @@ def test_a_failure_cannot_be_changed() -> None:
         FAILURE.step = 8  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("answer", [Replay(), Forward(), Abort("enough"), None])
+@pytest.mark.parametrize("answer", [Replay(), Forward(), Restart(), Abort("enough"), None])
 def test_a_decision_is_passed_on(answer: Decision | None) -> None:
     assert decide(lambda failure: answer, FAILURE) is answer
 
@@ -103,8 +106,30 @@ def test_what_is_no_policy_cannot_be_combined() -> None:
 def test_a_combination_can_decide_what_its_parts_can() -> None:
     assert decisions_of(MiniBatchRollback() | MiniBatchRollback()) == {Replay}
     assert decisions_of(MiniBatchRollback() | LossyForward()) == {Replay, Forward}
-    assert decisions_of(declines) == {Replay, Forward, Abort}
+    assert decisions_of(declines) == {Replay, Forward, Restart, Abort}
     assert Forward in decisions_of(MiniBatchRollback() | declines)
+
+
+# --- ways that are closed --------------------------------------------------------------------------------------------
+
+
+def test_without_a_copy_there_is_nothing_to_go_back_to() -> None:
+    failure = replace(FAILURE, checkpoint_step=None, checkpoint_age_s=None)
+    with pytest.raises(PolicyError, match=r"answered Restart\(\), but there is no full copy of the state"):
+        decide(lambda failure: Restart(), failure)
+
+
+@pytest.mark.parametrize("answer", [Replay(), Forward()])
+def test_replicas_that_differ_are_not_mended_by_a_replay(answer: Decision) -> None:
+    with pytest.raises(PolicyError, match=r"but the workers' replicas differ.*failure\.diverged"):
+        decide(lambda failure: answer, replace(FAILURE, diverged=True))
+
+
+@pytest.mark.parametrize("policy", [MiniBatchRollback(), LossyForward(), Auto()], ids=repr)
+def test_replicas_that_differ_are_left_to_the_next_policy(policy: Policy) -> None:
+    failure = replace(FAILURE, diverged=True, closed="worker 0 was elsewhere")
+    assert decide(policy, failure) is None
+    assert decide(policy | (lambda failure: Restart()), failure) == Restart()
 
 
 # --- going forward -------------------------------------------------------------------------------------------------

@@ -447,8 +447,8 @@ def test_a_policy_is_asked_about_the_whole_failure() -> None:
             generation=0, step=2, updates=0, phases=("update", "update"), lost=(1,), survivors=(0, 2), size_before=3,
             size_after=2, newcomers=0, behind=0, consecutive=1, ages_s=(), samples_at_risk=6, shares=3,
             shares_lost=1, gradients=1,
-            gradients_done=0, elements=1, elements_done=0, closed="", checkpoint_step=None, checkpoint_age_s=None,
-            costs=Costs(0.0, None),
+            gradients_done=0, elements=1, elements_done=0, closed="", diverged=False,
+            checkpoint_step=None, checkpoint_age_s=None, costs=Costs(0.0, None),
         )
     ] * 2  # fmt: skip
     assert asked[0] == asked[1]

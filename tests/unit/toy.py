@@ -27,6 +27,7 @@ from horovod_ft.membership.base import Bytes, Group
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Forward, RecoveryPolicy
 from horovod_ft.recovery import Engine
+from horovod_ft.snapshot import ARENAS, Copies
 from horovod_ft.testing.fake_world import Breakage, FakeMembership, FakeWorld, Outcome
 from horovod_ft.trainee import Finished
 from horovod_ft.transfer import Block
@@ -177,6 +178,28 @@ class WeightsCopy:
         """Never: it is not replicated."""
 
 
+class WeightsArena:
+    """Room for one copy of the weights; a ``snapshot.Arena``."""
+
+    def __init__(self, weights: Integers) -> None:
+        self.nbytes = 0
+        self.settled = 0
+        self._weights = weights
+        self.saved = weights.copy()
+
+    def reserve(self) -> None:
+        self.nbytes = self._weights.nbytes
+
+    def write(self) -> None:
+        self.saved[:] = self._weights
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def read(self) -> None:
+        self._weights[:] = self.saved
+
+
 @dataclass
 class Result:
     """What one worker has at the end."""
@@ -225,7 +248,8 @@ class Toy:
         self.extra = Value()
         self._batches_summed = 0
         self._gradients = [0] * job.updates
-        self.replica_guard: ReplicaGuard | None = None
+        self.guarded: ReplicaGuard | None = None
+        self.copies: Copies | None = None
         self.sane = True
         self._waiting: int | None = None
         self._reduced: int | None = None
@@ -237,6 +261,11 @@ class Toy:
     @property
     def steps(self) -> int:
         return self.committer.frontier.step
+
+    def keep_copies(self, every: int | None) -> Copies:
+        arenas = [WeightsArena(self.weights) for _ in range(ARENAS)]
+        self.copies = Copies(arenas, self.committer.parts, every, mono=lambda: 0.0)
+        return self.copies
 
     # --- the training script ---------------------------------------------------------------------------------------
 
@@ -359,8 +388,11 @@ class Toy:
     def dealt_to(self, ranks: Iterable[int]) -> list[int]:
         return self.cursor.dealt_to(ranks)
 
-    def guard(self) -> ReplicaGuard | None:
-        return self.replica_guard
+    def ft_copies(self) -> Copies | None:
+        return self.copies
+
+    def ft_guard(self) -> ReplicaGuard | None:
+        return self.guarded
 
     def digest(self) -> int:
         return int.from_bytes(self.weights.tobytes()[:16], "little") % 2**64

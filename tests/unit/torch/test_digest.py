@@ -90,6 +90,6 @@ def test_a_fault_changes_one_number(dtype: torch.dtype, kind: str) -> None:
 def test_a_state_looks_after_its_guard_without_remembering_it_in_each_step() -> None:
     model = network()
     guard = hvd.elastic.ReplicaGuard(every=10)
-    state: Any = hvd.elastic.TorchState(model=model, optimizer=distributed(model), guard_of_mine=guard)
-    assert state.guard() is guard
-    assert state._names["guard_of_mine"] == "guard"
+    state: Any = hvd.elastic.TorchState(model=model, optimizer=distributed(model), guard=guard)
+    assert state.ft_guard() is guard
+    assert state._names["guard"] == "guard"

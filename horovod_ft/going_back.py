@@ -1,0 +1,78 @@
+"""Take all workers of a group back to the newest full copy of the state that is the same on all who have it.
+
+Collectives, no framework. Who lacks the copy gets it from the others, as a newcomer does, in the transfer that follows.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from horovod_ft.agreement import Agreement, Copied
+from horovod_ft.committer import Committer, Frontier
+from horovod_ft.errors import RecoveryError
+from horovod_ft.events import EventBus
+from horovod_ft.guard import Verdict, judge
+from horovod_ft.membership.base import Membership
+from horovod_ft.trainee import Trainee
+
+log = logging.getLogger("horovod_ft")
+
+
+def go_back(
+    membership: Membership, agreement: Agreement, trainee: Trainee, committer: Committer, bus: EventBus
+) -> Agreement:
+    """Restore the copy where there is one. Blocks for a small collective a copy; all workers of the group call it.
+
+    Returns:
+        The agreement on the state that the group has now: who holds it and who lacks it.
+
+    Raises:
+        RecoveryError: on all workers: there is no copy, or those of each step differ and have no majority.
+    """
+    everybody = range(membership.group.size)
+    for copy in agreement.copies:
+        verdict = _restore(membership, copy, trainee, committer)
+        if verdict is None:
+            bus.emit("warning", text=f"the copies of step {copy.step} differ between the workers {list(copy.holders)}")
+            log.warning("horovod_ft: the copies of step %d differ between the workers", copy.step)
+            continue
+        lost_steps = agreement.frontier.step - copy.step
+        bus.emit("restarted", to=copy.step, lost_steps=lost_steps)
+        log.warning("horovod_ft: training goes back to step %d, %d steps", copy.step, lost_steps)
+        lacking = tuple(rank for rank in everybody if rank not in verdict.healthy)
+        return replace(
+            agreement, frontier=Frontier(copy.step, 0), holders=verdict.healthy, lacking=lacking,
+            newcomers=tuple(rank for rank in lacking if rank not in copy.holders), computed_by=None, reenter=True,
+            open_ranges=(), reach=None,
+        )  # fmt: skip
+    raise RecoveryError(_nowhere_to_go([copy.step for copy in agreement.copies]))
+
+
+def _restore(membership: Membership, copy: Copied, trainee: Trainee, committer: Committer) -> Verdict | None:
+    """Restore one copy on its holders, and compare. None if they differ and have no majority."""
+    copies = trainee.ft_copies()
+    if membership.group.rank in copy.holders:
+        assert copies is not None
+        copies.go_back(copy.step)
+        committer.went_back(copy.step)
+    else:
+        committer.torn = True  # nobody may take its later state for the newest, if the group breaks meanwhile
+    if copies is not None:
+        copies.forget_after(copy.step)
+    mine = trainee.digest() if membership.group.rank in copy.holders else None
+    digests: list[int | None] = membership.comm.allgather_object(mine, "copies")
+    verdict = judge([digests[rank] or 0 for rank in copy.holders])
+    return verdict and Verdict(
+        tuple(copy.holders[index] for index in verdict.healthy),
+        tuple(copy.holders[index] for index in verdict.differing),
+    )
+
+
+def _nowhere_to_go(tried: list[int]) -> str:
+    if tried:
+        return f"training cannot go back: the workers' copies of the steps {tried} differ, and no majority has the same"
+    return (
+        "training cannot go back: there is no full copy of the state yet. StateCommitter(state, every=k, keep='copy') "
+        "takes one after each k-th step"
+    )

@@ -1,0 +1,241 @@
+"""Bring a group that has formed to one state: agree on who has what, let the policy decide, do what it has decided.
+
+The only place that asks the policy, and the only one that acts on its Decision. Every worker calls the same collectives
+in the same order: agreement, decision, transfer, completion. Nothing is caught here: if the group breaks on the way,
+the failure goes up to ``regroup.py``, which forms another group and calls again from the top. So nothing may be left
+half done that a second call does not put right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import asdict, dataclass, replace
+
+from horovod_ft.agreement import Agreement, Resume, Standing, agree, failure_of, same_everywhere
+from horovod_ft.errors import PolicyError, RecoveryError
+from horovod_ft.events import EventBus
+from horovod_ft.faults.inject import Injector
+from horovod_ft.going_back import go_back
+from horovod_ft.history import History
+from horovod_ft.membership.base import Collectives, Group, Membership
+from horovod_ft.open_step import OpenStep
+from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart, decide
+from horovod_ft.transfer import transfer
+
+log = logging.getLogger("horovod_ft")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a group came to one state.
+
+    Attributes:
+        agreement: on the state that it has now.
+        decision: what was done about the failure behind it; None if there was none.
+    """
+
+    agreement: Agreement
+    decision: Decision | None
+
+
+class Reconciler:
+    """One worker's part in it.
+
+    Attributes:
+        policy: asked after each failure; None while no training function runs.
+        back: the script wants to go back to a copy, and no policy is asked.
+    """
+
+    def __init__(
+        self, membership: Membership, bus: EventBus, injector: Injector, open_step: OpenStep, history: History
+    ) -> None:
+        self.policy: RecoveryPolicy | None = None
+        self.back = False
+        self._membership = membership
+        self._bus = bus
+        self._injector = injector
+        self._open = open_step
+        self._trainee = open_step.trainee
+        self._committer = open_step.committer
+        self._history = history
+        self._agreed: Group | None = None
+
+    def reconcile(self, resume: Resume, phase: str, *, failed: bool) -> Outcome:
+        """Bring the present group to one state. Blocks; all its workers call it.
+
+        Args:
+            resume: where this worker goes on.
+            phase: where it was when the group broke, as in ``policy.Failure``.
+            failed: it comes here by a failure.
+
+        Raises:
+            RecoveryError: the policy has decided to give up, nobody has a whole state, or there is no copy to go back
+                to.
+            PolicyError: the policy has failed.
+            DivergenceError: the workers do not train the same thing, or their policies decide differently.
+        """
+        agreement = self._agree(resume, phase, failed=failed)
+        decision = self._decide(agreement)
+        agreement = self._execute(decision, agreement)
+        self._settle(agreement, deals_anew=not isinstance(decision, Forward))
+        return Outcome(agreement, decision)
+
+    # --- agreement -------------------------------------------------------------------------------------------------
+
+    def _agree(self, resume: Resume, phase: str, *, failed: bool) -> Agreement:
+        began = self._history.mono()
+        self._injector.at("agreement", self._open.number_for_faults)
+        schema = self._trainee.schema()
+        agreement = agree(self._membership.comm, self._standing(resume, phase, schema, failed=failed), schema)
+        self._agreed = replace(self._membership.group, generation=agreement.generation)
+        self._bus.emit("agreed", duration_s=self._history.mono() - began, holders=agreement.holders,
+                       lacking=agreement.lacking, lost=agreement.lost, newest=agreement.frontier.step,
+                       updates=agreement.frontier.updates)  # fmt: skip
+        return agreement
+
+    def _standing(self, resume: Resume, phase: str, schema: list[str], *, failed: bool) -> Standing:
+        committer, history = self._committer, self._history
+        copies = self._trainee.ft_copies()
+        previous = self._agreed or replace(self._membership.group, generation=-1)
+        return Standing(
+            frontier=committer.frontier,
+            fresh=committer.fresh,
+            torn=committer.torn,
+            generation=previous.generation,
+            rank=previous.rank,
+            size=previous.size,
+            computed_by=committer.computed_by,
+            resume=resume,
+            schema=hashlib.sha256("\n".join(schema).encode()).hexdigest(),
+            consecutive=history.consecutive if failed else 0,
+            open_ranges=self._trainee.open_ranges(),
+            shared_by=self._open.shared_by,
+            phase=phase,
+            gradients=self._trainee.gradients(),
+            ages_s=history.ages_s(),
+            step_s=history.step_s(),
+            reduction_s=self._trainee.reduction_s(),
+            copies=() if copies is None else tuple((step, copies.age_s(step)) for step in copies.steps),
+            back=self.back,
+        )
+
+    # --- decision --------------------------------------------------------------------------------------------------
+
+    def _decide(self, agreement: Agreement) -> Decision | None:
+        """What the policy makes of the failure behind this group; None if there was none."""
+        if not agreement.consecutive or agreement.start:
+            return None
+        if agreement.back:
+            return Restart()
+        assert self.policy is not None
+        failure = failure_of(agreement, self._membership.group.size)
+        decision = _decide_alike(self.policy, failure, self._membership.comm)
+        self._bus.emit("decision", decision=type(decision).__name__, failure=asdict(failure))
+        self._history.decided()
+        return decision
+
+    # --- what is done about it -------------------------------------------------------------------------------------
+
+    def _execute(self, decision: Decision | None, agreement: Agreement) -> Agreement:
+        """Returns the agreement on the state that the group has then."""
+        match decision:  # with a result in each case, so that mypy misses one that is left out
+            case Replay() | None:
+                return self._start_over(agreement)
+            case Forward():
+                return self._carry_forward(agreement, decision)
+            case Restart():
+                return self._restart(agreement)
+            case Abort(reason=reason):
+                raise RecoveryError(reason)
+
+    def _start_over(self, agreement: Agreement) -> Agreement:
+        """All go back to the newest commit that anybody has."""
+        self._open.give_up(agreement)
+        if not self._committer.fresh:
+            self._trainee.regrouped(self._membership.group)
+        self._transfer(agreement)
+        if agreement.open_ranges:
+            self._trainee.repeat(agreement.open_ranges)
+        return agreement
+
+    def _carry_forward(self, agreement: Agreement, decision: Forward) -> Agreement:
+        """All go on from where they are, in the update that failed."""
+        self._transfer(agreement)  # to nobody: this way is closed if anybody is behind
+        self._finish_update(agreement, decision)
+        self._trainee.regrouped(self._membership.group)
+        return agreement
+
+    def _restart(self, agreement: Agreement) -> Agreement:
+        """All go back to a copy of an earlier state."""
+        self._open.give_up(agreement)
+        agreement = go_back(self._membership, agreement, self._trainee, self._committer, self._bus)
+        self._open.went_back(agreement)
+        self._trainee.regrouped(self._membership.group)
+        self._transfer(agreement)
+        return agreement
+
+    def _transfer(self, agreement: Agreement) -> None:
+        began = self._history.mono()
+        self._injector.at("transfer", self._open.number_for_faults)
+        membership = self._membership
+        sent = transfer(membership.comm, agreement, membership.group.rank, self._trainee, self._committer)
+        duration_s = self._history.mono() - began
+        self._bus.emit("transferred", duration_s=duration_s, nbytes=sent.nbytes, receivers=sent.receivers)
+        self._committer.fresh = False
+
+    def _finish_update(self, agreement: Agreement, decision: Forward) -> None:
+        """Complete the reductions of the update that failed, and put on record what is lost."""
+        assert agreement.reach is not None
+        began = self._history.mono()
+        self._injector.at("completion", self._open.number_for_faults)
+        reach = agreement.reach
+        done = self._trainee.finish(reach, decision)
+        samples = self._open.carried_forward(reach, decision, done)
+        self._bus.emit(
+            "forward", duration_s=self._history.mono() - began, missing=decision.missing, rescale=decision.rescale,
+            gone=reach.gone, gradients=done.gradients, elements=done.elements, lossy=done.lossy,
+            lossy_elements=done.lossy_elements, samples=samples,
+        )  # fmt: skip
+        log.warning(
+            "horovod_ft: step %d goes on without the workers %s: in %d of %d gradients (%d of %d elements) they do not "
+            "count",
+            self._open.number, list(reach.gone), len(done.lossy), done.gradients, done.lossy_elements, done.elements,
+        )  # fmt: skip
+
+    def _settle(self, agreement: Agreement, *, deals_anew: bool) -> None:
+        """All workers have the state: the group is in order from now on."""
+        self._membership.adopt_generation(agreement.generation)
+        group = self._membership.group
+        if deals_anew:
+            self._open.shared_by = group
+        at = self._bus.position
+        at.generation, at.rank, at.size = agreement.generation, group.rank, group.size
+        at.step = self._committer.frontier.step
+        self._trainee.settled(group)
+
+
+def _decide_alike(policy: RecoveryPolicy, failure: Failure, comm: Collectives) -> Decision:
+    """Let the policy decide, and make sure that it decided alike everywhere."""
+    try:
+        decision: Decision | PolicyError | None = decide(policy, failure)
+    except PolicyError as error:
+        decision = error
+    # The text of an error may hold an address, which differs between workers that decided alike.
+    answer = type(decision).__name__ if isinstance(decision, PolicyError) else repr(decision)
+    same_everywhere(comm, "decision of the recovery policy", answer)
+    if isinstance(decision, PolicyError):
+        raise decision
+    return decision or _given_up(policy, failure)
+
+
+def _given_up(policy: RecoveryPolicy, failure: Failure) -> Abort:
+    """No policy has an answer."""
+    lost = (
+        f"and the last failure took the workers {list(failure.lost)}" if failure.lost else
+        "although no worker was lost: the cause is in the step itself (see the first error in the log)"
+    )  # fmt: skip
+    return Abort(
+        f"step {failure.step + 1} failed {failure.consecutive} times in a row, {lost}. The recovery policy {policy!r} "
+        "has no answer to that"
+    )

@@ -1,0 +1,75 @@
+"""Going back to a full copy of the state, under ``horovodrun``: all workers do, whoever asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.harness import Arrays, Outcome, check_like_reference, check_sound, fault, run_job
+
+pytestmark = pytest.mark.job
+
+
+def restarts(outcome: Outcome) -> set[tuple[int, int]]:
+    return {(event.data["to"], event.data["lost_steps"]) for event in outcome.kinds("restarted")}
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("by", ["one", "all", "inside"])
+def test_whoever_asks_takes_all_back(tmp_path: Path, by: str, optimizer: str) -> None:
+    outcome = run_job(tmp_path, copy_every=4, restore_at=7, restore_by=by, optimizer=optimizer)
+    check_sound(outcome, {0, 1, 2})
+    check_like_reference(outcome)
+    lost = 3 if by == "all" else 2
+    assert restarts(outcome) == {(4, lost)}
+    assert outcome.ledger.redone == lost
+
+
+def test_over_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """An epoch has nine steps."""
+    outcome = run_job(tmp_path, copy_every=8, restore_at=11, restore_by="all")
+    check_sound(outcome, {0, 1, 2})
+    check_like_reference(outcome)
+    assert restarts(outcome) == {(8, 3)}
+
+
+@pytest.mark.parametrize("policy", ["rollback", "lossy_forward"])
+@pytest.mark.parametrize("phase", ["reform", "agreement", "transfer"])
+def test_a_death_on_the_way_back(tmp_path: Path, phase: str, policy: str) -> None:
+    outcome = run_job(tmp_path, [fault(2, 7, phase)], copy_every=3, restore_at=7, policy=policy)
+    check_sound(outcome, {0, 1})
+    check_like_reference(outcome)
+    assert restarts(outcome) == {(6, 0)}
+
+
+def test_a_death_in_the_same_step(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, [fault(2, 7, "allreduce", after=3)], copy_every=3, restore_at=7, restore_by="inside",
+                      workers=4)  # fmt: skip
+    check_sound(outcome, {0, 1, 3})
+    check_like_reference(outcome)
+
+
+@pytest.mark.parametrize("model", ["batchnorm", "dropout"])
+def test_what_each_worker_has_of_its_own_goes_back_too(tmp_path: Path, model: str) -> None:
+    """The run ends, bitwise, as one that was not disturbed."""
+    disturbed = run_job(tmp_path / "disturbed", copy_every=4, restore_at=7, model=model)
+    undisturbed = run_job(tmp_path / "undisturbed", copy_every=4, model=model)
+    check_sound(disturbed, {0, 1, 2})
+    assert restarts(disturbed) == {(4, 2)}
+    for one, other in zip(by_start_rank(disturbed), by_start_rank(undisturbed), strict=True):
+        assert one.keys() == other.keys()
+        assert all(value.tobytes() == other[name].tobytes() for name, value in one.items())
+
+
+def by_start_rank(outcome: Outcome) -> list[Arrays]:
+    return [result.arrays for result in sorted(outcome.results, key=lambda result: result.worker.split("-")[-2])]
+
+
+def test_replicas_that_differ_without_a_majority_go_back_to_copies_that_do_not(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, [fault(1, 6, "commit", kind="bitflip")], workers=2, guard_every=2, copy_every=2,
+                      restart=True)  # fmt: skip
+    check_sound(outcome, {0, 1})
+    check_like_reference(outcome)
+    assert restarts(outcome) == {(4, 2)}
+    assert {event.data["decision"] for event in outcome.kinds("decision")} == {"Restart"}

@@ -91,6 +91,7 @@ class Standing(NamedTuple):
         frontier: how far its parameters are.
         fresh: its process has just begun.
         torn: a transfer into it was cut off.
+        process: a number that no other process has.
         generation, rank, size: the last group it agreed in; generation -1 if there is none yet.
         computed_by: generation that computed the open step's first update, if one is applied.
         resume: where it goes on.
@@ -109,6 +110,7 @@ class Standing(NamedTuple):
     frontier: Frontier
     fresh: bool
     torn: bool
+    process: int
     generation: int
     rank: int
     size: int
@@ -174,6 +176,7 @@ class Agreement:
         copies: that the group can go back to, in the order in which to try them.
         back: somebody wants to.
         diverged: a guard has found that replicas differ, and no majority.
+        processes: of the new group, by rank.
     """
 
     frontier: Frontier
@@ -199,6 +202,7 @@ class Agreement:
     copies: tuple[Copied, ...] = ()
     back: bool = False
     diverged: bool = False
+    processes: tuple[int, ...] = ()
 
 
 def who_has_it(
@@ -213,8 +217,12 @@ def who_has_it(
     )  # fmt: skip
 
 
-def conclude(standings: Sequence[Standing]) -> Agreement:
+def conclude(standings: Sequence[Standing], processes: Sequence[int] = ()) -> Agreement:
     """The agreement that follows from the standings, in order of the new ranks.
+
+    Args:
+        processes: of the last group that anybody agreed in, by rank. Not needed if all who have agreed in any group
+            have agreed in that one: an agreement can be complete on some workers only.
 
     Raises:
         RecoveryError: workers survived, but none of them has a whole state.
@@ -232,8 +240,11 @@ def conclude(standings: Sequence[Standing]) -> Agreement:
     newest = max(standings[rank].frontier for rank in sound)
     holders = tuple(rank for rank in sound if standings[rank].frontier == newest)
     previous = max(standings, key=lambda standing: standing.generation)
-    those_left = [standing for standing in standings if standing.generation == previous.generation]
-    survivors = tuple(standing.rank for standing in those_left)
+    ranks = {process: rank for rank, process in enumerate(processes)} or {
+        standing.process: standing.rank for standing in standings if standing.generation == previous.generation
+    }
+    those_left = [standing for standing in standings if standing.process in ranks]
+    survivors = tuple(ranks[standing.process] for standing in those_left)
     reach = _reach(standings, holders, fresh)
     return Agreement(
         frontier=newest,
@@ -259,6 +270,7 @@ def conclude(standings: Sequence[Standing]) -> Agreement:
         copies=tuple(_copies(standings)),
         back=any(standing.back for standing in standings),
         diverged=any(standing.phase == DIVERGED for standing in standings),
+        processes=tuple(standing.process for standing in standings),
     )
 
 
@@ -367,13 +379,14 @@ def failure_of(agreement: Agreement, size: int) -> Failure:
     )
 
 
-def agree(comm: Collectives, mine: Standing, schema: Sequence[str]) -> Agreement:
+def agree(comm: Collectives, mine: Standing, schema: Sequence[str], processes: Sequence[int] = ()) -> Agreement:
     """Exchange standings; blocks until every worker of the group has given its own.
 
     Args:
         comm: collectives of the new group.
         mine: this worker's standing; ``mine.schema`` is the hash of ``schema``.
         schema: one line for each tensor: name, shape, dtype; sent only if the hashes differ.
+        processes: of the last group that this worker agreed in; sent only if that is not the same group on all.
 
     Raises:
         DivergenceError: the state of two workers differs in names, shapes or dtypes; names the first difference.
@@ -381,6 +394,10 @@ def agree(comm: Collectives, mine: Standing, schema: Sequence[str]) -> Agreement
     standings: list[Standing] = comm.allgather_object(mine, "standing")
     if len({standing.schema for standing in standings}) > 1:
         _explain_mismatch(comm.allgather_object(list(schema), "schema"))
+    agreed_in = [standing.generation for standing in standings]
+    if len({generation for generation in agreed_in if generation >= 0}) > 1:
+        told: list[Sequence[int]] = comm.allgather_object(processes, "processes")
+        return conclude(standings, told[agreed_in.index(max(agreed_in))])
     return conclude(standings)
 
 

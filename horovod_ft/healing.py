@@ -45,6 +45,8 @@ def heal(membership: Membership, trainee: Trainee, committer: Committer, bus: Ev
         "horovod_ft: after step %d the replicas of the workers %s differ from the others' and are replaced",
         step, list(verdict.differing),
     )  # fmt: skip
+    if group.rank in verdict.differing:
+        committer.torn = True  # what it has counts no more, even if the group breaks before it is healed
     whole = who_has_it(committer.frontier, group, verdict.healthy)
     sent = transfer(comm, whole, group.rank, trainee, committer)
     bus.emit("healed", nbytes=sent.nbytes, differing=verdict.differing)

@@ -45,7 +45,7 @@ class History:
         self._resuming = True
 
     def resized(self) -> None:
-        """Workers came or went, and nothing broke: the time that took belongs to no step."""
+        """A training begins, or workers came or went and nothing broke: the time that took belongs to no step."""
         self._last_commit = self.mono()
 
     def committed(self) -> float | None:

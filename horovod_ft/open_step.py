@@ -25,6 +25,7 @@ class OpenStep:
         stepping: training goes by ``step``; False while it goes by explicit commits, or has not begun.
         shared_by: the last group in which this worker had the state of all, and as which of them: its batch was dealt
             there.
+        going_back: it is given up together with steps before it, for a copy of an earlier state.
         noted: how the group broke in this step; kept, in case the user's code catches the exception.
     """
 
@@ -35,6 +36,7 @@ class OpenStep:
         self.committer = committer
         self.stepping = False
         self.shared_by = Group(0, 1, -1)
+        self.going_back = False
         self.noted: BaseException | None = None
         self._ledger = ledger
         self._bus = bus
@@ -123,6 +125,8 @@ class OpenStep:
         if agreement.reenter and self.committer.frontier.step >= agreement.frontier.step:
             self.committer.rollback()
 
-    def went_back(self, agreement: Agreement) -> None:
-        """The group goes on from an earlier step: what it has committed since counts no more."""
-        self._ledger.went_back(agreement.frontier.step, agreement.generation)
+    def settled(self, agreement: Agreement) -> None:
+        """All workers have the state that the group goes on from."""
+        if self.going_back:  # a try that broke, too: some may have gone back in it
+            self._ledger.went_back(agreement.frontier.step, agreement.generation)
+        self.going_back = False

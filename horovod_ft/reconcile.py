@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from dataclasses import asdict, dataclass, replace
 
 from horovod_ft.agreement import Agreement, Resume, Standing, agree, failure_of, same_everywhere
@@ -24,6 +25,9 @@ from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy,
 from horovod_ft.transfer import transfer
 
 log = logging.getLogger("horovod_ft")
+
+#: Failures in a row, at the end of the training, of which the policy is not asked.
+MAX_AT_THE_END = 20
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Reconciler:
         self._committer = open_step.committer
         self._history = history
         self._agreed: Group | None = None
+        self._processes: tuple[int, ...] = ()
+        self._process = secrets.randbits(63)
 
     def reconcile(self, resume: Resume, phase: str, *, failed: bool) -> Outcome:
         """Bring the present group to one state. Blocks; all its workers call it.
@@ -87,7 +93,9 @@ class Reconciler:
         began = self._history.mono()
         self._injector.at("agreement", self._open.number_for_faults)
         schema = self._trainee.schema()
-        agreement = agree(self._membership.comm, self._standing(resume, phase, schema, failed=failed), schema)
+        standing = self._standing(resume, phase, schema, failed=failed)
+        agreement = agree(self._membership.comm, standing, schema, self._processes)
+        self._processes = agreement.processes
         self._agreed = replace(self._membership.group, generation=agreement.generation)
         self._bus.emit("agreed", duration_s=self._history.mono() - began, holders=agreement.holders,
                        lacking=agreement.lacking, lost=agreement.lost, newest=agreement.frontier.step,
@@ -102,6 +110,7 @@ class Reconciler:
             frontier=committer.frontier,
             fresh=committer.fresh,
             torn=committer.torn,
+            process=self._process,
             generation=previous.generation,
             rank=previous.rank,
             size=previous.size,
@@ -123,8 +132,12 @@ class Reconciler:
     # --- decision --------------------------------------------------------------------------------------------------
 
     def _decide(self, agreement: Agreement) -> Decision | None:
-        """What the policy makes of the failure behind this group; None if there was none."""
-        if not agreement.consecutive or agreement.start:
+        """What the policy makes of the failure behind this group; None if there was none, or it does not matter.
+
+        It does not when all training functions have returned: there is nothing to compute again.
+        """
+        done = not agreement.reenter and agreement.consecutive <= MAX_AT_THE_END
+        if not agreement.consecutive or agreement.start or done:
             return None
         if agreement.back:
             return Restart()
@@ -169,8 +182,8 @@ class Reconciler:
     def _restart(self, agreement: Agreement) -> Agreement:
         """All go back to a copy of an earlier state."""
         self._open.give_up(agreement)
+        self._open.going_back = True
         agreement = go_back(self._membership, agreement, self._trainee, self._committer, self._bus)
-        self._open.went_back(agreement)
         self._trainee.regrouped(self._membership.group)
         self._transfer(agreement)
         return agreement
@@ -206,6 +219,7 @@ class Reconciler:
     def _settle(self, agreement: Agreement, *, deals_anew: bool) -> None:
         """All workers have the state: the group is in order from now on."""
         self._membership.adopt_generation(agreement.generation)
+        self._open.settled(agreement)
         group = self._membership.group
         if deals_anew:
             self._open.shared_by = group

@@ -78,8 +78,8 @@ class Engine:
         self._trainee.keep_gradients(self._steps.keeping)
         self.membership.watch()
         self._steps.running = True
-        self._open.keep_for_next_run(self.membership.group)
         try:
+            self._open.keep_for_next_run(self.membership.group)
             self._regrouping.start(policy)
             self._bus.emit("started")
             while True:

@@ -58,6 +58,7 @@ class Regrouping:
         """A training function is about to run, in the group that stands already."""
         self._reconciler.policy = policy
         self._assemble(Resume.REENTER, "outside", failed=False, formed=True)
+        self._history.resized()
 
     def recover(self, error: BaseException, resume: Resume, phase: str) -> Outcome:
         """The group broke: form the next one, agree, and bring everybody to the same step.

@@ -74,12 +74,12 @@ class Steps:
             )
         if self.inside:
             raise UsageError("state.step() was used inside another state.step()")
-        self.inside = True
         if not self._open.stepping:
-            self._open.stepping = True
             self._trainee.stepping()
+            self._open.stepping = True
             self._committer.open = False
         self._open.begin()
+        self.inside = True
         if not self._changes.asked:
             try:
                 self._changes.ask()

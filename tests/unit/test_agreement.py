@@ -16,8 +16,8 @@ from horovod_ft.membership.base import Bytes, Group, Pending
 def survivor(rank: int, step: int = 4, updates: int = 0, **changes: Any) -> Standing:
     """A worker of a group of four, generation 2."""
     standing = Standing(
-        frontier=Frontier(step, updates), fresh=False, torn=False, generation=2, rank=rank, size=4, computed_by=None,
-        resume=Resume.IN_PLACE, schema="s", consecutive=1, open_ranges=(Range(0, 8, 16),),
+        frontier=Frontier(step, updates), fresh=False, torn=False, process=rank, generation=2, rank=rank, size=4,
+        computed_by=None, resume=Resume.IN_PLACE, schema="s", consecutive=1, open_ranges=(Range(0, 8, 16),),
         shared_by=Group(rank, 4, 2), phase="step", gradients="was in its step", ages_s=(), step_s=0.0, reduction_s=0.0,
         copies=(), back=False,
     )  # fmt: skip
@@ -26,7 +26,7 @@ def survivor(rank: int, step: int = 4, updates: int = 0, **changes: Any) -> Stan
 
 def newcomer(**changes: Any) -> Standing:
     changes = {"fresh": True, "generation": -1, "size": 1, "consecutive": 0, "open_ranges": (), **changes}
-    return survivor(0, 0, resume=Resume.REENTER, **changes)
+    return survivor(0, 0, resume=Resume.REENTER, **{"process": 99, **changes})
 
 
 class Answers:
@@ -202,3 +202,20 @@ def test_different_answers_are_listed_by_worker() -> None:
 
 def test_a_worker_is_sound_if_it_is_neither_fresh_nor_torn() -> None:
     assert [survivor(0).sound, survivor(0, torn=True).sound, newcomer().sound] == [True, False, False]
+
+
+def test_who_was_in_the_previous_group_without_knowing_that_it_agreed_is_not_lost() -> None:
+    """Worker 7 was its rank 1, and worker 9 its rank 2."""
+    standings = [survivor(0, generation=3, size=3, process=5, phase="step"), survivor(2, process=9, phase="commit")]
+    agreement = conclude(standings, processes=(5, 7, 9))
+    assert (agreement.generation, agreement.size_before) == (4, 3)
+    assert (agreement.lost, agreement.survivors, agreement.phases) == ((1,), (0, 2), ("step", "commit"))
+
+
+def test_who_was_in_which_group_is_told_only_if_need_be() -> None:
+    alike = Answers(standing=[survivor(0), newcomer()])
+    agree(alike, survivor(0), [])
+    assert alike.asked == ["standing"]
+    apart = Answers(standing=[survivor(0), survivor(1, generation=3, size=2, process=8)], processes=[(), (0, 8)])
+    assert agree(apart, survivor(0), []).survivors == (0, 1)
+    assert apart.asked == ["standing", "processes"]

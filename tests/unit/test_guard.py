@@ -123,3 +123,10 @@ def test_a_death_while_replicas_are_compared_or_healed(name: str, victim: int, t
     assert ended.dead == {victim}
     results = list(ended.results.values())
     assert all((result.weights == results[0].weights).all() for result in results)
+
+
+def test_a_worker_that_differs_does_not_count_if_the_group_breaks_before_it_is_healed(tmp_path: Path) -> None:
+    """Worker 0 dies, so that of those left one has the right replica and one another."""
+    job = Job(ledger=tmp_path)
+    ended = run_toys(3, [Breakage(0, "structure", 2)], job, prepare=guarded(2, corrupt=1, at=4))
+    check_like_no_failure(ended, job, dead=[0])

@@ -57,8 +57,8 @@ class Failure:
             survivor has in their reduced form, whole. 0 if the survivors were not all in the same update.
         elements, elements_done: the same in numbers.
         closed: why the mini-batch cannot be carried forward; empty if it can.
-        diverged: a ReplicaGuard found that the survivors' replicas differ, and no majority. There is nothing to replay
-            or to carry forward then.
+        diverged: a ReplicaGuard found that the survivors' replicas differ, and no majority. Replay and Forward do not
+            mend that: they count as no answer.
         checkpoint_step, checkpoint_age_s: of the newest full copy of the state that they can go back to: the committed
             steps it holds, and the seconds since it was taken. None without one.
         costs: of each way out.
@@ -205,7 +205,7 @@ def decisions_of(policy: RecoveryPolicy) -> frozenset[type]:
 
 
 def decide(policy: RecoveryPolicy, failure: Failure) -> Decision | None:
-    """Ask the policy, and check that the answer is one.
+    """Ask the policy, and check that the answer is one. None if it has none, or one that does not help.
 
     Raises:
         PolicyError: the policy raised, answered with something else, or asked for a way that is closed.
@@ -222,10 +222,7 @@ def decide(policy: RecoveryPolicy, failure: Failure) -> Decision | None:
             "Abort(...) or None"
         )
     if isinstance(decision, Replay | Forward) and failure.diverged:
-        raise PolicyError(
-            f"the recovery policy {policy!r} answered {decision!r}, but the workers' replicas differ, which that does "
-            "not mend. A policy can see that in failure.diverged"
-        )
+        return None
     if isinstance(decision, Restart) and failure.checkpoint_step is None:
         raise PolicyError(
             f"the recovery policy {policy!r} answered {decision!r}, but there is no full copy of the state to go back "

@@ -93,6 +93,12 @@ def _forward(group: Sequence[Event]) -> str:
     return f"{what}: {lossy} lack {'its' if one else 'their'} part"
 
 
+def _restarted(group: Sequence[Event]) -> str:
+    data = group[0].data
+    again = f"{data['lost_steps']} step{'' if data['lost_steps'] == 1 else 's'} will be computed again"
+    return f"went back to step {data['to']}: {again}"
+
+
 def _resumed(group: Sequence[Event]) -> str:
     return f"goes on: {max(float(event.data['gap_s']) for event in group):.3f} s from the last step to this one"
 
@@ -127,6 +133,7 @@ TELL: dict[str, Callable[[Sequence[Event]], str]] = {
     "fault": _fault,
     "failure_detected": _noticed,
     "forward": _forward,
+    "restarted": _restarted,
     "recovered": _recovered,
     "resumed": _resumed,
     "joined": _joined,

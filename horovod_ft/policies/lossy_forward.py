@@ -34,7 +34,7 @@ class LossyForward(Policy):
 
     Where there is nothing to carry forward (a survivor had finished the step already, a worker joins in the same
     moment, the failure came outside of ``optimizer.step()``; see ``Failure.closed``) it replays, which loses nothing.
-    So it does under ``skip`` when no survivor has any reduced gradient. To replicas that differ it has no answer.
+    So it does under ``skip`` when no survivor has any reduced gradient.
 
     Args:
         missing: what becomes of a gradient that no survivor has: ``reduce_again``, ``local`` or ``skip``.
@@ -64,7 +64,7 @@ class LossyForward(Policy):
         return frozenset({Replay, Forward})
 
     def __call__(self, failure: Failure) -> Decision | None:
-        if self._budget().spent(failure) or failure.diverged:
+        if self._budget().spent(failure):
             return None
         forward = self._forward()
         return Replay() if failure.closed or forward.leaves_nothing(failure) else forward

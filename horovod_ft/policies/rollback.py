@@ -17,8 +17,7 @@ class MiniBatchRollback(Policy):
     """Replay the mini-batch, unless it keeps failing.
 
     A replay that fails although no worker was lost has a cause that a replay cannot mend, such as workers that submit
-    different tensors. Losing workers is different: that ends by itself, at the latest with the last of them. To
-    replicas that differ it has no answer.
+    different tensors. Losing workers is different: that ends by itself, at the latest with the last of them.
 
     Args:
         max_consecutive: how many failures in a row, without a committed step between them, are replayed when no
@@ -39,7 +38,5 @@ class MiniBatchRollback(Policy):
         return frozenset({Replay})
 
     def __call__(self, failure: Failure) -> Decision | None:
-        if failure.diverged:
-            return None
         budget = Budget(None if failure.lost else self.max_consecutive, self.at_most, self.within)
         return None if budget.spent(failure) else Replay()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from types import FunctionType
 from typing import Any
 
-from horovod_ft.agreement import DIVERGED
 from horovod_ft.errors import PolicyError
 from horovod_ft.policy import (
     EVERY_DECISION,
@@ -46,7 +45,7 @@ class _Situation:
     Attributes:
         phase: of the survivors; of those behind, if there are any: all others had committed.
         done: how many gradients of the update at least one survivor has; None if they are not in the same update.
-        closed, behind, newcomers, diverged: as in Failure.
+        closed, behind, newcomers: as in Failure.
     """
 
     phase: str
@@ -54,7 +53,6 @@ class _Situation:
     closed: str = ""
     behind: int = 0
     newcomers: int = 0
-    diverged: bool = False
 
 
 SITUATIONS = (
@@ -66,7 +64,6 @@ SITUATIONS = (
     _Situation("update", closed="worker 1 is behind worker 0, who has finished that update", behind=1),
     _Situation("update", closed="worker 2 has just joined and has no part of the mini-batch", newcomers=1),
     _Situation("update", closed="worker 3 has just joined and has no part of the mini-batch", behind=1, newcomers=2),
-    _Situation(DIVERGED, closed="worker 0 was not waiting for the gradients of an update", diverged=True),
 )
 
 
@@ -74,8 +71,7 @@ def every_failure() -> Iterator[Failure]:
     """The failures that ``check_policy`` asks about: some two thousand, always the same, small groups first.
 
     They vary the size (2 to 1000), who is lost (nobody, one, all but one), where the survivors were (in an update of
-    which no, some or all gradients are done; elsewhere or with newcomers, which closes the way forward; some behind;
-    replicas that differ),
+    which no, some or all gradients are done; elsewhere or with newcomers, which closes the way forward; some behind),
     the updates of the step that are applied already, the failures in a row (1 to 50) and before, and the checkpoint.
     """
     for size in (2, 3, 8, 1000):
@@ -120,7 +116,7 @@ def _failure(size: int, lost: tuple[int, ...], situation: _Situation, consecutiv
         shares=size, shares_lost=len(lost),
         gradients=0 if situation.done is None else GRADIENTS, gradients_done=situation.done or 0,
         elements=0 if situation.done is None else ELEMENTS, elements_done=done,
-        closed=situation.closed, diverged=situation.diverged, checkpoint_step=None, checkpoint_age_s=None,
+        closed=situation.closed, diverged=False, checkpoint_step=None, checkpoint_age_s=None,
         costs=Costs(0.2 * size / size_after, None if situation.closed else 0.5 * (1 - done / ELEMENTS)),
     )  # fmt: skip
 

@@ -346,8 +346,8 @@ def test_a_policy_that_has_no_answer_ends_the_job_with_what_is_wrong() -> None:
 @pytest.mark.parametrize("answer", [Replay(), Forward()])
 def test_a_replay_does_not_mend_replicas_that_differ(answer: Decision) -> None:
     ended = run_toys(2, policy=lambda index: lambda failure: answer, prepare=diverging(5))
-    assert {type(error) for error in ended.errors.values()} == {PolicyError}
-    assert "replicas differ, which that does not mend" in str(ended.errors[0])
+    assert {type(error) for error in ended.errors.values()} == {DivergenceError}
+    assert "after step 6 the workers have different parameters" in str(ended.errors[0])
 
 
 # --- anything ------------------------------------------------------------------------------------------------------

@@ -40,3 +40,46 @@ class RecoveryError(HorovodFtError, RuntimeError):
 
 class RecoveryTimeoutError(RecoveryError):
     """A wait inside a recovery reached its bound; the message says what was waited for, and for how long."""
+
+
+class CheckpointError(HorovodFtError, RuntimeError):
+    """A durable checkpoint cannot be written, found or read. What is in memory, and older checkpoints, are sound."""
+
+
+class StorageError(CheckpointError):
+    """The storage under a checkpoint refused: full, read-only, gone. The message says where, and what to do."""
+
+
+class UnsupportedStateError(CheckpointError):
+    """The state holds something that a checkpoint cannot hold as it is; the message names its path in the state."""
+
+
+class MismatchError(CheckpointError):
+    """A sound checkpoint is of another model: names, shapes or dtypes of tensors differ. Each is named."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """One checkpoint cannot be used: half written, cut short, altered. Use the one before it.
+
+    If it was raised while tensors were being read, their memory holds parts of it.
+    """
+
+
+class ForeignCheckpointError(DamagedCheckpointError):
+    """It was not written by this package."""
+
+
+class NewerCheckpointError(DamagedCheckpointError):
+    """It was written by a newer version of this package, in a format that this one does not know."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint that can be used.
+
+    Attributes:
+        problems: each one that is there, newest first, with the reason why it cannot be used; empty if there is none.
+    """
+
+    def __init__(self, message: str, problems: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from horovod_ft.cli import checkpoints
 from horovod_ft.cli.chaos import chaos
 from horovod_ft.cli.doctor import doctor
 from horovod_ft.cli.policies import policies
@@ -31,6 +32,7 @@ app.command()(report)
 # Options after the first word that is not ours belong to the command that is run.
 app.command(context_settings={"allow_interspersed_args": False})(chaos)
 app.command()(policies)
+app.add_typer(checkpoints.app, name="checkpoints")
 
 
 def _version(wanted: bool) -> None:

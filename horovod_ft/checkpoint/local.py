@@ -22,7 +22,9 @@ from horovod_ft.checkpoint.storage import checked
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+#: What a file system answers that cannot bring a folder to the disk on request, such as one over a network.
+_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalStorage:
@@ -41,7 +43,7 @@ class LocalStorage:
         self._make_root()
         with self._open_root() as root:
             os.mkdir(checked(folder), FOLDER_MODE, dir_fd=root)
-            os.fsync(root)
+            _sync_folder(root)
 
     def folders(self) -> list[str]:
         try:
@@ -54,8 +56,11 @@ class LocalStorage:
         return {name: found.st_size for name, found in self._stats(folder).items() if stat.S_ISREG(found.st_mode)}
 
     def modified(self, folder: str) -> float | None:
-        with self._open_folder(folder) as opened:
-            mine = os.fstat(opened).st_mtime
+        try:
+            with self._open_folder(folder) as opened:
+                mine = os.fstat(opened).st_mtime
+        except FileNotFoundError:
+            return None
         return max([mine, *(found.st_mtime for found in self._stats(folder).values())])
 
     def write(self, folder: str, file: str, chunks: Iterable[bytes | memoryview]) -> None:
@@ -66,7 +71,7 @@ class LocalStorage:
             try:
                 _write_durably(temporary, opened, chunks)
                 os.rename(temporary, name, src_dir_fd=opened, dst_dir_fd=opened)
-                os.fsync(opened)
+                _sync_folder(opened)
             except BaseException:
                 for left in (temporary, name):
                     with contextlib.suppress(OSError):
@@ -86,16 +91,16 @@ class LocalStorage:
         with self._open_folder(folder) as opened:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(checked(first), dir_fd=opened)
-            os.fsync(opened)
+            _sync_folder(opened)
         shutil.rmtree(self._root / checked(folder))  # which follows no links either
         with self._open_root() as root:
-            os.fsync(root)
+            _sync_folder(root)
 
     def _make_root(self) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._root, FOLDER_MODE)
             with _opened(os.open(self._root.parent, _FOLDER)) as above:
-                os.fsync(above)
+                _sync_folder(above)
 
     def _open_root(self) -> contextlib.AbstractContextManager[int]:
         return _opened(os.open(self._root, _FOLDER))
@@ -107,11 +112,14 @@ class LocalStorage:
 
     def _stats(self, folder: str) -> dict[str, os.stat_result]:
         """Of all that is in a folder, links themselves and not what they lead to."""
-        found = {}
-        with self._open_folder(folder) as opened:
-            for name in os.listdir(opened):
-                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, by a worker that is writing
-                    found[name] = os.stat(name, dir_fd=opened, follow_symlinks=False)
+        found: dict[str, os.stat_result] = {}
+        try:
+            with self._open_folder(folder) as opened:
+                for name in os.listdir(opened):
+                    with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, by a worker that is writing
+                        found[name] = os.stat(name, dir_fd=opened, follow_symlinks=False)
+        except FileNotFoundError:
+            return {}
         return found
 
 
@@ -123,9 +131,18 @@ def _opened(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+def _sync_folder(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise
+
+
 def _write_durably(name: str, folder: int, chunks: Iterable[bytes | memoryview]) -> None:
-    with _opened(os.open(name, _WRITING, FILE_MODE, dir_fd=folder)) as fd:
-        os.fchmod(fd, FILE_MODE)  # of one that was left there, too
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)  # left there by a try that was killed; it may have another mode, or be a link
+    with _opened(os.open(name, _NEW, FILE_MODE, dir_fd=folder)) as fd:
         for chunk in chunks:
             rest = memoryview(chunk)
             while rest:

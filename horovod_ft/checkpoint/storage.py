@@ -39,7 +39,9 @@ class Storage(Protocol):
         """Names of all folders, whoever made them; none if nothing has been written yet."""
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of the regular files in a folder, by name. What others have written is seen."""
+        """Bytes of the regular files in a folder, by name; none if there is no such folder. What others have written is
+        seen.
+        """
 
     def modified(self, folder: str) -> float | None:
         """When anything in a folder was last written, in seconds since the epoch; None if that cannot be known."""

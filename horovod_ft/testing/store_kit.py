@@ -178,6 +178,8 @@ def _check_create(store: CheckpointStore) -> None:
 
 
 def _check_missing(store: CheckpointStore) -> None:
+    found = store.storage.sizes(FOLDER)
+    _require(not found, f"sizes() of a folder that is not there is {found}: it has to be empty")
     store.storage.write(FOLDER, FILE, [b"x"])
     try:
         store.storage.open(FOLDER, "other.bin").read()

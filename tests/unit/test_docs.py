@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 import horovod_ft
+from horovod_ft.checkpoint.layout import MANIFEST, VALUES, folder_name, shard_name
+from horovod_ft.cli.main import main
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import EVERY_DECISION, MISSING, Costs, Failure, Forward, RecoveryPolicy, Replay, decisions_of
 from horovod_ft.policy_names import ENTRY_POINTS, parse_policy
@@ -137,3 +140,27 @@ def test_the_variable_names_it_as_it_is_read(careful: Callable[..., RecoveryPoli
     assert text is not None
     policy = parse_policy(text[1], {"careful": careful, "rollback": MiniBatchRollback})
     assert policy == careful(max_loss=0.05) | MiniBatchRollback()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_the_storage_of_the_page_keeps_to_the_contract() -> None:
+    executed(DOCS / "checkpoints.md")["test_it_keeps_to_the_contract"]()
+
+
+@pytest.mark.parametrize("line", "".join(blocks(DOCS / "checkpoints.md", "bash")).strip().splitlines())
+def test_the_commands_of_the_page_are_taken(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They find no store, and say so; wrong options would be told before that."""
+    words = shlex.split(line.partition("#")[0])[1:]
+    with pytest.raises(SystemExit):
+        main(words)
+    told = capsys.readouterr()
+    assert "Usage" not in told.err
+    assert "/shared/run" in told.out + told.err or "nothing to prune" in told.out
+
+
+def test_the_page_names_files_as_they_are() -> None:
+    text = (DOCS / "checkpoints.md").read_text()
+    for name in (folder_name(1234, "9f3c2a71d0b84e65"), shard_name(0, 4), VALUES, MANIFEST):
+        assert name in text

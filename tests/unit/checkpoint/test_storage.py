@@ -96,9 +96,9 @@ def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(local: LocalSto
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious")
     (tmp_path / "run" / FOLDER / "a.json.tmp").symlink_to(outside)
-    with pytest.raises(OSError, match="symbolic links"):
-        local.write(FOLDER, "a.json", [b"x"])
+    local.write(FOLDER, "a.json", [b"x"])
     assert outside.read_bytes() == b"precious"
+    assert (tmp_path / "run" / FOLDER / "a.json").read_bytes() == b"x"
 
 
 def test_a_link_in_the_place_of_the_file_is_replaced(local: LocalStorage, tmp_path: Path) -> None:
@@ -147,6 +147,26 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_its_folder(
     assert done == ["fsync a.json.tmp", "rename a.json.tmp a.json", f"fsync {FOLDER}"]
 
 
+def test_a_file_system_that_cannot_bring_folders_to_the_disk_will_do(
+    local: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    local.write(FOLDER, "a.json", [b"x"])
+    assert local.sizes(FOLDER) == {"a.json": 1}
+
+
+def test_what_is_not_there_has_no_files_and_no_age(local: LocalStorage) -> None:
+    assert local.sizes(FOLDER) == {}
+    assert local.modified(FOLDER) is None
+
+
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
 def test_whatever_call_fails_no_file_is_left(
     local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -178,13 +198,16 @@ def test_the_manifest_is_gone_before_anything_else_is_deleted(
     for name in ("manifest.json", "values.json"):
         local.write(FOLDER, name, [b"x"])
 
+    on_the_disk: list[dict[str, int]] = []
+
     def killed(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(os, "fsync", lambda fd: on_the_disk.append(local.sizes(FOLDER)))
     monkeypatch.setattr("shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         local.delete(FOLDER, "manifest.json")
-    assert local.sizes(FOLDER) == {"values.json": 1}
+    assert on_the_disk == [{"values.json": 1}]
 
 
 def test_deleting_follows_no_links(local: LocalStorage, tmp_path: Path) -> None:
@@ -242,6 +265,19 @@ def test_what_others_have_written_is_seen_although_listings_are_cached(
     monkeypatch.setattr(remote._fs, "ls", listed)
     remote.folders()
     assert asked == ["invalidated", "listed"]
+
+
+def test_the_manifest_is_gone_first_there_as_well(remote: FsspecStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("manifest.json", "values.json"):
+        remote.write(FOLDER, name, [b"x"])
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remote._fs, "rm", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remote.delete(FOLDER, "manifest.json")
+    assert remote.sizes(FOLDER) == {"values.json": 1}
 
 
 def test_a_file_system_without_times_does_not_know_when(remote: FsspecStorage, monkeypatch: pytest.MonkeyPatch) -> None:

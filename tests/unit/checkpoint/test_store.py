@@ -277,6 +277,7 @@ def test_a_newer_format_is_named_and_the_checkpoint_before_is_used(store: Checkp
 def test_a_foreign_folder_is_named_and_never_used(store: CheckpointStore) -> None:
     good = save(store, 7)
     (Path(store.url) / "tensorboard").mkdir()
+    (Path(store.url) / "notes.txt").touch()
     foreign = Path(store.url) / "step-0000000009-x"
     foreign.mkdir()
     (foreign / "manifest.json").write_text(json.dumps({"layers": 3}))

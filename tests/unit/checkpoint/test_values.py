@@ -88,6 +88,10 @@ def test_whole_numbers_have_no_limit() -> None:
     assert again([1 << 40_000, -(1 << 40_000)]) == [1 << 40_000, -(1 << 40_000)]
 
 
+def test_numbers_that_other_readers_of_json_would_round_are_no_numbers_there() -> None:
+    assert json.loads(dump([2**53, 2**53 + 1])[0]) == [2**53, {"$int": "0x20000000000001"}]
+
+
 def test_states_of_random_generators_go_on_where_they_were() -> None:
     generator, plain = np.random.default_rng(3), random.Random(3)
     legacy = np.random.RandomState(3)

@@ -142,6 +142,11 @@ class OpensNothing(LocalStorage):
             return io.BytesIO()
 
 
+class MissesFolders(LocalStorage):
+    def sizes(self, folder: str) -> dict[str, int]:
+        return super().sizes(folder) if folder in self.folders() else {"a": 1}
+
+
 class BelievesNames(LocalStorage):
     def open(self, folder: str, file: str) -> BinaryIO:
         try:
@@ -193,7 +198,9 @@ BROKEN: dict[str, list[tuple[type[LocalStorage], str]]] = {
     ],
     "a failed write leaves nothing": [(KeepsHalf, "half way, and left"), (SwallowsErrors, "raised no OSError")],
     "a folder is made once": [(MakesAgain, r"create\(\) has to raise FileExistsError")],
-    "a file that is not there": [(OpensNothing, r"open\(\) has to raise FileNotFoundError")],
+    "a file that is not there": [
+        (OpensNothing, r"open\(\) has to raise FileNotFoundError"), (MissesFolders, "is not there is {'a': 1}"),
+    ],
     "names do not leave the store": [(BelievesNames, r"open\(\) in folder '\.\.' was not refused")],
     "delete": [
         (KeepsWhatIsDeleted, "the newest valid one is 2"), (DeletesTheManifestOnly, "was deleted there are"),

@@ -35,8 +35,7 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="Folder of the store, or
 @app.command()
 def ls(url: Url) -> None:
     """List everything in a store, newest first. Reads manifests and sizes, no tensors."""
-    found = list(CheckpointStore(url).candidates())
-    Console().print(table(found) if found else Text(f"{url} holds no checkpoint"))
+    print_list(Console(), url, list(CheckpointStore(url).candidates()))
 
 
 @app.command()
@@ -51,7 +50,7 @@ def verify(
     console = Console()
     with console.status("reading ..."):
         found = list(CheckpointStore(url).candidates(Level.FULL if full else Level.QUICK))
-    console.print(table(found) if found else Text(f"{url} holds no checkpoint"))
+    print_list(console, url, found)
     bad = [candidate.folder for candidate in found if candidate.status not in HARMLESS]
     good = next((candidate for candidate in found if candidate.usable), None)
     console.print(verdict(bad, good, full))
@@ -63,7 +62,7 @@ def show(
     url: Url,
     step: Annotated[
         int | None,
-        typer.Argument(metavar="[STEP]", help="Which checkpoint.", show_default="the newest valid one", min=0),
+        typer.Argument(metavar="STEP", help="Which checkpoint.", show_default="the newest valid one", min=0),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors.")] = False,
 ) -> None:
@@ -106,18 +105,28 @@ def prune(
 # --- what is printed -----------------------------------------------------------------------------------------------
 
 
-def table(found: Sequence[Candidate]) -> Table:
-    """One row a folder."""
-    rows = Table(box=box.SIMPLE)
-    rows.add_column("checkpoint", no_wrap=True)
-    for title in ("step", "saved", "workers", "size"):
-        rows.add_column(title, justify="right", no_wrap=True)
-    rows.add_column("status")
+def print_list(console: Console, url: str, found: Sequence[Candidate]) -> None:
+    """The table, and under it what is wrong with whom."""
+    if not found:
+        console.print(Text(f"{url} holds no checkpoint"), soft_wrap=True)
+        return
+    console.print(table(found))
     for one in found:
-        status = Text.assemble((one.status.value, STYLES[one.status]), f": {one.problem}" if one.problem else "")
+        if one.problem:
+            console.print(Text.assemble((f"{one.folder}: ", STYLES[one.status]), one.problem), soft_wrap=True)
+
+
+def table(found: Sequence[Candidate]) -> Table:
+    """One row a folder. It fits into 80 columns."""
+    rows = Table(box=box.SIMPLE)
+    rows.add_column("checkpoint")
+    for title in ("saved", "size"):
+        rows.add_column(title, justify="right", no_wrap=True)
+    rows.add_column("status", no_wrap=True)
+    for one in found:
         known = one.manifest
-        cells = (moment(known.created), str(known.size), size(known.nbytes)) if known else ("", "", "")
-        rows.add_row(Text(one.folder), str(one.step) if one.step >= 0 else "", *cells, status)
+        cells = (moment(known.created), size(known.nbytes)) if known else ("", "")
+        rows.add_row(Text(one.folder), *cells, Text(one.status.value, STYLES[one.status]))
     return rows
 
 
@@ -163,10 +172,11 @@ def summary(manifest: Manifest) -> Text:
 
 def shard_table(manifest: Manifest) -> Table:
     """One row a shard."""
-    rows = Table("shard", box=box.SIMPLE)
+    rows = Table(box=box.SIMPLE)
+    rows.add_column("shard", no_wrap=True)
     for title in ("size", "pieces"):
         rows.add_column(title, justify="right")
-    rows.add_column("checksum")
+    rows.add_column("checksum", overflow="fold")
     for shard in manifest.shards:
         rows.add_row(shard.file, size(shard.nbytes), str(len(shard.pieces)), shard.checksum)
     return rows
@@ -174,7 +184,9 @@ def shard_table(manifest: Manifest) -> Table:
 
 def tensor_table(manifest: Manifest) -> Table:
     """One row a tensor."""
-    rows = Table("tensor", "dtype", "shape", box=box.SIMPLE)
+    rows = Table(box=box.SIMPLE)
+    for title in ("tensor", "dtype", "shape"):
+        rows.add_column(title, overflow="fold")
     rows.add_column("size", justify="right")
     for spec in manifest.tensors:
         rows.add_row(Text(spec.name), spec.dtype, Text(str(list(spec.shape))), size(spec.nbytes))
@@ -200,7 +212,7 @@ def _rows(folders: Iterable[str], what: str, style: str) -> list[tuple[str, str,
 
 def moment(seconds: float) -> str:
     """In this machine's time zone."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def size(nbytes: float) -> str:

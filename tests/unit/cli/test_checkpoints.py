@@ -39,12 +39,26 @@ def test_a_list_has_the_newest_first_with_what_it_is(call: Call, store: Checkpoi
     (Path(store.url) / "tensorboard").mkdir()
     told = call("checkpoints", "ls", store.url)
     assert told.code == 0
-    names = [line.split()[0] for line in told.out.splitlines() if line.strip().startswith(("step-", "tensorboard"))]
+    names = [line.split()[0] for line in told.out.splitlines() if line.startswith(("  step-", "  tensorboard"))]
     assert names == ["step-0000000008-a", "step-0000000007-a", "tensorboard"]
-    assert row(told.out, "step-0000000008").endswith("-a 8 half written: it has no manifest: it was never finished")
-    assert " 7 197" in row(told.out, "step-0000000007")
-    assert row(told.out, "step-0000000007").endswith("B valid")
-    assert "foreign: it is not named as a checkpoint" in row(told.out, "tensorboard")
+    assert row(told.out, "step-0000000008-a ") == "step-0000000008-a half written"
+    assert row(told.out, "step-0000000007-a ").startswith("step-0000000007-a 197")
+    assert row(told.out, "step-0000000007-a ").endswith("B valid")
+    assert row(told.out, "step-0000000008-a:") == "step-0000000008-a: it has no manifest: it was never finished"
+    assert row(told.out, "tensorboard:") == "tensorboard: it is not named as a checkpoint of horovod_ft"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["show", "--tensors"]])
+def test_tables_fit_into_eighty_columns(
+    call: Call, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    save(store, 7, "0123456789abcdef")
+    told = call("checkpoints", *command, store.url)
+    table = [line for line in told.out.splitlines() if line.startswith(" ")]
+    assert max(map(len, table)) <= 80
+    assert "…" not in told.out
+    assert "0123456789abcdef" in told.out
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
@@ -87,7 +101,8 @@ def test_altered_bytes_are_found_with_full_only(call: Call, store: CheckpointSto
     told = call("checkpoints", "verify", "--full", store.url)
     assert told.code == 1
     assert "Not sound: step-0000000008-a. A restore would use step-0000000007-a." in told.out
-    assert f"damaged: {SHARD} has been altered" in told.out
+    assert row(told.out, "step-0000000008-a ").endswith("damaged")
+    assert f"step-0000000008-a: {SHARD} has been altered" in told.out
 
 
 def test_a_store_of_which_nothing_can_be_restored(call: Call, store: CheckpointStore) -> None:

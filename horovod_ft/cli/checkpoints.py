@@ -53,7 +53,7 @@ def verify(
     print_list(console, url, found)
     bad = [candidate.folder for candidate in found if candidate.status not in HARMLESS]
     good = next((candidate for candidate in found if candidate.usable), None)
-    console.print(verdict(bad, good, full))
+    console.print(verdict(bad, good, full), soft_wrap=True)
     raise typer.Exit(EXIT_DAMAGED if bad or good is None else 0)
 
 

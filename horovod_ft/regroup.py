@@ -147,7 +147,8 @@ class Regrouping:
         self._bus.emit(
             "failure_detected", error=str(error), during=during, since_last_commit_s=self._history.broke()
         )
-        log.warning("horovod_ft: the group broke during %s: %s", during, error)
+        told = str(error).split(". ", 1)[0]  # Horovod goes on with causes that are none of these
+        log.warning("horovod_ft: the group broke during %s: %s", during, told)
         began = self._history.mono()
         sockets = self._membership.abort()
         self._changes.forget()

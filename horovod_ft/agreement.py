@@ -105,6 +105,7 @@ class Standing(NamedTuple):
         step_s, reduction_s: how long a step takes, and how much of that it waits for gradients; 0.0 if not known yet.
         copies: steps that it has a full copy of, and the seconds since each was taken.
         back: it wants to go back to the newest of them.
+        restarts: how often it has gone back without getting further than before.
     """
 
     frontier: Frontier
@@ -127,6 +128,7 @@ class Standing(NamedTuple):
     reduction_s: float
     copies: tuple[tuple[int, float], ...]
     back: bool
+    restarts: int
 
     @property
     def sound(self) -> bool:
@@ -175,6 +177,7 @@ class Agreement:
         step_s, reduction_s: as in Standing, the largest.
         copies: that the group can go back to, in the order in which to try them.
         back: somebody wants to.
+        restarts: as in Standing, the largest.
         diverged: a guard has found that replicas differ, and no majority.
         processes: of the new group, by rank.
     """
@@ -201,6 +204,7 @@ class Agreement:
     reduction_s: float = 0.0
     copies: tuple[Copied, ...] = ()
     back: bool = False
+    restarts: int = 0
     diverged: bool = False
     processes: tuple[int, ...] = ()
 
@@ -269,6 +273,7 @@ def conclude(standings: Sequence[Standing], processes: Sequence[int] = ()) -> Ag
         reduction_s=max(standing.reduction_s for standing in standings),
         copies=tuple(_copies(standings)),
         back=any(standing.back for standing in standings),
+        restarts=max(standing.restarts for standing in standings),
         diverged=any(standing.phase == DIVERGED for standing in standings),
         processes=tuple(standing.process for standing in standings),
     )

@@ -21,11 +21,14 @@ class History:
     Attributes:
         mono: the clock, in seconds.
         consecutive: failures since the last commit.
+        restarts: how often training has gone back to a copy without getting further than before.
     """
 
     def __init__(self, mono: Callable[[], float]) -> None:
         self.mono = mono
         self.consecutive = 0
+        self.restarts = 0
+        self._furthest = 0
         self._last_commit = mono()
         self._decided_at: deque[float] = deque(maxlen=FAILURES_KEPT)
         self._step_s: deque[float] = deque(maxlen=STEPS_TIMED)
@@ -48,7 +51,12 @@ class History:
         """A training begins, or workers came or went and nothing broke: the time that took belongs to no step."""
         self._last_commit = self.mono()
 
-    def committed(self) -> float | None:
+    def went_back(self, step: int) -> None:
+        """Training goes back to a copy, from a step."""
+        self.restarts += 1
+        self._furthest = max(self._furthest, step)
+
+    def committed(self, step: int) -> float | None:
         """A step is final. Returns seconds since the commit before it if a recovery lies between, else None."""
         now = self.mono()
         took = now - self._last_commit
@@ -58,6 +66,8 @@ class History:
         self._resuming = False
         self._last_commit = now
         self.consecutive = 0
+        if step > self._furthest:
+            self.restarts = 0
         return gap
 
     def ages_s(self) -> tuple[float, ...]:

@@ -86,7 +86,7 @@ class OpenStep:
         self.shared_by = group
         self._losses.step_ended()
         self._bus.position.step = self.committer.frontier.step
-        gap_s = self._history.committed()
+        gap_s = self._history.committed(self.committer.frontier.step)
         if gap_s is not None:
             self._bus.emit("resumed", gap_s=gap_s)
 

@@ -28,6 +28,8 @@ log = logging.getLogger("horovod_ft")
 
 #: Failures in a row, at the end of the training, of which the policy is not asked.
 MAX_AT_THE_END = 20
+#: How often in a row training goes back to a copy without getting further than before.
+MAX_RESTARTS = 10
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Reconciler:
             reduction_s=self._trainee.reduction_s(),
             copies=() if copies is None else tuple((step, copies.age_s(step)) for step in copies.steps),
             back=self.back,
+            restarts=history.restarts,
         )
 
     # --- decision --------------------------------------------------------------------------------------------------
@@ -181,8 +184,14 @@ class Reconciler:
 
     def _restart(self, agreement: Agreement) -> Agreement:
         """All go back to a copy of an earlier state."""
+        if agreement.restarts >= MAX_RESTARTS:
+            raise RecoveryError(
+                f"training has gone back to a copy {agreement.restarts} times without getting further than step "
+                f"{agreement.frontier.step}: what fails is in that step itself (see the first error in the log)"
+            )
         self._open.give_up(agreement)
         self._open.going_back = True
+        self._history.went_back(agreement.frontier.step)
         agreement = go_back(self._membership, agreement, self._trainee, self._committer, self._bus)
         self._trainee.regrouped(self._membership.group)
         self._transfer(agreement)

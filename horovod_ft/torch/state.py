@@ -159,7 +159,7 @@ class TorchState(State):  # type: ignore[misc]
         With ``step`` and a ``StateCommitter`` that keeps copies, inside ``elastic.run``: take all workers back to the
         newest copy, whether one of them calls this or several, and enter the training function again, from the top.
         Does not return then. Blocks for the time of a recovery. The steps since the copy are computed again; so will be
-        what led here, if nothing but the state decides it.
+        what led here, if nothing but the state decides it: after ten times without getting further, training ends.
 
         Raises:
             UsageError: with ``step``, and without such a StateCommitter or outside ``elastic.run``.

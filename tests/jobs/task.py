@@ -29,8 +29,9 @@ class Config:
 
     Attributes:
         folder: where each worker leaves its result.
-        restore_at: in this step the training is spoilt and restored, once: by start rank 1 after an error in the body
-            (``restore_by="one"``), by all after it (``all``), or by start rank 1 in the body (``inside``).
+        restore_at: in this step of generation ``restore_in`` the training is spoilt and restored: by start rank 1 after
+            an error in the body (``restore_by="one"``), by all after it (``all``), or by start rank 1 in the body
+            (``inside``).
         restart: the policy goes back to a copy where it cannot replay.
     """
 
@@ -58,6 +59,7 @@ class Config:
     copy_every: int | None = None
     restore_at: int | None = None
     restore_by: str = "one"
+    restore_in: int = 0
     restart: bool = False
 
     def write(self) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.harness import Arrays, Outcome, check_like_reference, check_sound, fault, run_job
+from tests.jobs.harness import Outcome, check_like_reference, check_sound, fault, run_job
+from tests.jobs.test_joining import add_a_worker
 
 pytestmark = pytest.mark.job
 
@@ -34,10 +35,9 @@ def test_over_the_end_of_an_epoch(tmp_path: Path) -> None:
     assert restarts(outcome) == {(8, 3)}
 
 
-@pytest.mark.parametrize("policy", ["rollback", "lossy_forward"])
 @pytest.mark.parametrize("phase", ["reform", "agreement", "transfer"])
-def test_a_death_on_the_way_back(tmp_path: Path, phase: str, policy: str) -> None:
-    outcome = run_job(tmp_path, [fault(2, 7, phase)], copy_every=3, restore_at=7, policy=policy)
+def test_a_death_on_the_way_back(tmp_path: Path, phase: str) -> None:
+    outcome = run_job(tmp_path, [fault(2, 7, phase)], copy_every=3, restore_at=7)
     check_sound(outcome, {0, 1})
     check_like_reference(outcome)
     assert restarts(outcome) == {(6, 0)}
@@ -50,20 +50,29 @@ def test_a_death_in_the_same_step(tmp_path: Path) -> None:
     check_like_reference(outcome)
 
 
-@pytest.mark.parametrize("model", ["batchnorm", "dropout"])
-def test_what_each_worker_has_of_its_own_goes_back_too(tmp_path: Path, model: str) -> None:
-    """The run ends, bitwise, as one that was not disturbed."""
-    disturbed = run_job(tmp_path / "disturbed", copy_every=4, restore_at=7, model=model)
-    undisturbed = run_job(tmp_path / "undisturbed", copy_every=4, model=model)
-    check_sound(disturbed, {0, 1, 2})
-    assert restarts(disturbed) == {(4, 2)}
-    for one, other in zip(by_start_rank(disturbed), by_start_rank(undisturbed), strict=True):
-        assert one.keys() == other.keys()
-        assert all(value.tobytes() == other[name].tobytes() for name, value in one.items())
+@pytest.mark.parametrize("model", ["batchnorm", "dropout", "embedding"])
+def test_with_other_layers(tmp_path: Path, model: str) -> None:
+    optimizer = "sgd" if model == "embedding" else "momentum"
+    outcome = run_job(tmp_path, workers=2, copy_every=4, restore_at=7, model=model, optimizer=optimizer)
+    check_sound(outcome, {0, 1})
+    assert restarts(outcome) == {(4, 2)}
 
 
-def by_start_rank(outcome: Outcome) -> list[Arrays]:
-    return [result.arrays for result in sorted(outcome.results, key=lambda result: result.worker.split("-")[-2])]
+def test_under_lossy_forward_recovery(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, copy_every=4, restore_at=7, policy="lossy_forward")
+    check_sound(outcome, {0, 1, 2})
+    check_like_reference(outcome)
+    assert restarts(outcome) == {(4, 2)}
+
+
+def test_a_newcomer_gets_the_copy_of_the_others(tmp_path: Path) -> None:
+    """It joins after the sixth step."""
+    outcome = run_job(tmp_path, workers=2, during=add_a_worker, hold_before=5, copy_every=4, restore_at=8, restore_in=1)
+    check_sound(outcome, {0, 1, 2})
+    check_like_reference(outcome)
+    assert restarts(outcome) == {(4, 3)}
+    sent_in = {event.generation for event in outcome.kinds("transferred") if event.data["receivers"]}
+    assert len(sent_in) == 3  # at the start, to the newcomer when it joined, and when all went back
 
 
 def test_replicas_that_differ_without_a_majority_go_back_to_copies_that_do_not(tmp_path: Path) -> None:

@@ -123,30 +123,29 @@ def go_back(failure: hvd.elastic.Failure) -> hvd.elastic.Decision:
 
 
 class Spoiler:
-    """Spoils the parameters in one step, once, and lets the training go back to a copy."""
+    """Spoils the parameters in one step, and lets the training go back to a copy."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._spoilt = False
 
-    def _due(self, state: Any, *, by: tuple[str, ...], step: int) -> bool:
-        mine = START_RANK == 1 or "all" in by
-        due = self._config.restore_by in by and mine and self._config.restore_at == step and not self._spoilt
+    def _due(self, state: Any, *, by: str, step: int) -> bool:
+        here = START_RANK == 1 or by == "all"
+        now = self._config.restore_at == step and current().group().generation == self._config.restore_in
+        due = self._config.restore_by == by and here and now
         if due:
-            self._spoilt = True
             with torch.no_grad():
                 for parameter in state.model.parameters():
                     parameter.fill_(float("nan"))
         return due
 
     def inside(self, state: Any) -> None:
-        if self._due(state, by=("inside",), step=state.steps + 1):
+        if self._due(state, by="inside", step=state.steps + 1):
             state.restore()
-        if self._due(state, by=("one",), step=state.steps + 1):
+        if self._due(state, by="one", step=state.steps + 1):
             raise ValueError("an error of the script's own")
 
     def after(self, state: Any) -> None:
-        if self._due(state, by=("all",), step=state.steps):
+        if self._due(state, by="all", step=state.steps):
             state.restore()
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ def survivor(rank: int, step: int = 4, updates: int = 0, **changes: Any) -> Stan
         frontier=Frontier(step, updates), fresh=False, torn=False, process=rank, generation=2, rank=rank, size=4,
         computed_by=None, resume=Resume.IN_PLACE, schema="s", consecutive=1, open_ranges=(Range(0, 8, 16),),
         shared_by=Group(rank, 4, 2), phase="step", gradients="was in its step", ages_s=(), step_s=0.0, reduction_s=0.0,
-        copies=(), back=False,
+        copies=(), back=False, restarts=0,
     )  # fmt: skip
     return standing._replace(**changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,6 +292,41 @@ def test_outside_of_a_run_nobody_goes_back() -> None:
             toy.engine.go_back()
 
     run_toys(1, script=script)  # type: ignore[arg-type]
+
+
+def test_what_fails_again_and_again_ends_the_job() -> None:
+    def prepare(toy: Toy) -> None:
+        toy.keep_copies(2)
+
+        def always(deal: Deal) -> None:
+            if toy.steps == 5:
+                toy.engine.go_back()
+
+        toy.before_step = always
+
+    ended = run_toys(3, prepare=prepare)
+    assert {type(error) for error in ended.errors.values()} == {RecoveryError}
+    assert "gone back to a copy 10 times without getting further than step 5" in str(ended.errors[0])
+
+
+def test_who_gets_further_may_go_back_as_often_as_it_likes(tmp_path: Path) -> None:
+    """Twice before each step, which is sixteen times."""
+    job = Job(ledger=tmp_path)
+
+    def prepare(toy: Toy) -> None:
+        toy.keep_copies(1)
+        asked: Counter[int] = Counter()
+
+        def ask(deal: Deal) -> None:
+            if toy.steps and asked[toy.steps] < 2 and toy.membership.index == 1:
+                asked[toy.steps] += 1
+                toy.engine.go_back()
+
+        toy.before_step = ask
+
+    ended = run_toys(3, job=job, prepare=prepare)
+    check(ended, job)
+    assert len(restarts(ended)) == 2 * (STEPS - 1)
 
 
 # --- replicas that differ ------------------------------------------------------------------------------------------

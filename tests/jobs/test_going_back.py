@@ -71,8 +71,6 @@ def test_a_newcomer_gets_the_copy_of_the_others(tmp_path: Path) -> None:
     check_sound(outcome, {0, 1, 2})
     check_like_reference(outcome)
     assert restarts(outcome) == {(4, 3)}
-    sent_in = {event.generation for event in outcome.kinds("transferred") if event.data["receivers"]}
-    assert len(sent_in) == 3  # at the start, to the newcomer when it joined, and when all went back
 
 
 def test_replicas_that_differ_without_a_majority_go_back_to_copies_that_do_not(tmp_path: Path) -> None:

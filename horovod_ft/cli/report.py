@@ -183,17 +183,24 @@ def ledger_text(found: LedgerReport) -> Text:
         ("Ledger: ", "bold"), f"{found.steps} steps, {found.samples} samples, {found.epochs} complete epochs: "
     )
     if found.exact:
-        return text.append("no sample was lost or repeated", style="green")
+        text.append("no sample was lost or repeated", style="green")
+        return text.append(_redone(found))
     if found.complete:
         text.append("every sample accounted for, and some lost weight", style="yellow")
         for step, lossy in sorted(found.lossy.items()):
             share = lossy.elements / lossy.of
             text.append(f"\n  step {step}: {len(lossy.ids)} samples do not count in {share:.0%} of the update")
-        return text
+        return text.append(_redone(found))
     text.append("not exact" if found.steps else "no step was committed", style="bold red")
     for problem in found.problems:
         text.append(f"\n  {problem}", style="red")
     return text
+
+
+def _redone(found: LedgerReport) -> str:
+    if not found.redone:
+        return ""
+    return f"\n  {found.redone} step{'' if found.redone == 1 else 's'} computed again, after going back to a copy"
 
 
 def show_chart(events: Sequence[Event], target: Path, console: Console) -> None:

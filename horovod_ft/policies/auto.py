@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from horovod_ft.errors import PolicyError
 from horovod_ft.policies.lossy_forward import LossyForward
-from horovod_ft.policy import Decision, Failure, Forward, Policy, Replay
+from horovod_ft.policy import Decision, Failure, Forward, Policy, Replay, Restart
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class Auto(Policy):
 
     A replay costs a step's time on fewer workers, and loses nothing. Going forward costs the reduction of what is
     missing, and loses the share of those who are gone in that part; ``max_loss`` bounds it. On equal costs it replays.
+    Where only going back to a copy helps, because the workers' replicas differ, it does that.
 
     Args:
         max_loss: largest part of an update that may be lost: the part of its elements that no survivor has, times the
@@ -40,9 +41,11 @@ class Auto(Policy):
 
     @property
     def decisions(self) -> frozenset[type]:
-        return self._forward().decisions
+        return self._forward().decisions | {Restart}
 
     def __call__(self, failure: Failure) -> Decision | None:
+        if failure.diverged:
+            return None if failure.checkpoint_step is None else Restart()
         answer = self._forward()(failure)
         forward_s = failure.costs.forward_s
         worth_it = forward_s is not None and forward_s < failure.costs.replay_s and loss(failure) <= self.max_loss

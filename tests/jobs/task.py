@@ -32,7 +32,7 @@ class Config:
         restore_at: in this step of generation ``restore_in`` the training is spoilt and restored: by start rank 1 after
             an error in the body (``restore_by="one"``), by all after it (``all``), or by start rank 1 in the body
             (``inside``).
-        restart: the policy goes back to a copy where it cannot replay.
+        own_policy: in place of ``policy``, one of those in ``training.OWN_POLICIES``.
     """
 
     folder: str
@@ -60,7 +60,7 @@ class Config:
     restore_at: int | None = None
     restore_by: str = "one"
     restore_in: int = 0
-    restart: bool = False
+    own_policy: str | None = None
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

@@ -62,6 +62,21 @@ def test_another_model_on_one_worker(tmp_path: Path) -> None:
     assert "'model.weight (4, 2) torch.float32' against 'model.weight (3, 2) torch.float32'" in outcome.finished.output
 
 
+@pytest.mark.parametrize(
+    ("own_policy", "expected"),
+    [
+        ("raises", "raised KeyError(4) when asked about Failure("),
+        ("nonsense", "answered 'replay', which is not Replay(), Forward(...), Restart(), Abort(...) or None"),
+        ("differs", "disagree on the decision of the recovery policy: worker 0: Replay(); worker 1: Abort(reason='not"),
+    ],
+)
+def test_a_policy_that_fails_ends_the_job_on_all_survivors(tmp_path: Path, own_policy: str, expected: str) -> None:
+    outcome = run_job(tmp_path, [fault(1, 5, "allreduce", after=1)], own_policy=own_policy)
+    check_refused(outcome.finished.output, outcome.finished.returncode, expected)
+    assert not outcome.results
+    assert outcome.finished.leftovers == 0
+
+
 def check_refused(output: str, returncode: int | None, expected: str) -> None:
     """The job ended by itself, and each worker that got to speak said why; horovodrun ends the others meanwhile."""
     assert returncode not in (None, 0), output[-3000:]

@@ -75,7 +75,7 @@ def test_a_newcomer_gets_the_copy_of_the_others(tmp_path: Path) -> None:
 
 def test_replicas_that_differ_without_a_majority_go_back_to_copies_that_do_not(tmp_path: Path) -> None:
     outcome = run_job(tmp_path, [fault(1, 6, "commit", kind="bitflip")], workers=2, guard_every=2, copy_every=2,
-                      restart=True)  # fmt: skip
+                      own_policy="restart")  # fmt: skip
     check_sound(outcome, {0, 1})
     check_like_reference(outcome)
     assert restarts(outcome) == {(4, 2)}

@@ -115,11 +115,23 @@ def helpers(config: Config) -> dict[str, Any]:
 
 
 def policy_of(config: Config) -> Any:
-    return hvd.elastic.MiniBatchRollback() | go_back if config.restart else config.policy
+    return config.policy if config.own_policy is None else OWN_POLICIES[config.own_policy]
 
 
-def go_back(failure: hvd.elastic.Failure) -> hvd.elastic.Decision:
-    return hvd.elastic.Restart()
+def raises(failure: hvd.elastic.Failure) -> hvd.elastic.Decision:
+    raise KeyError(failure.step)
+
+
+def differs(failure: hvd.elastic.Failure) -> hvd.elastic.Decision:
+    return hvd.elastic.Replay() if START_RANK == 0 else hvd.elastic.Abort("not here")
+
+
+OWN_POLICIES: dict[str, Any] = {
+    "restart": hvd.elastic.MiniBatchRollback() | (lambda failure: hvd.elastic.Restart()),
+    "raises": raises,
+    "nonsense": lambda failure: "replay",
+    "differs": differs,
+}
 
 
 class Spoiler:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from horovod_ft.errors import PolicyError
-from horovod_ft.policies.auto import Auto
 from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import (
@@ -124,7 +123,7 @@ def test_a_replay_is_no_answer_to_replicas_that_differ(answer: Decision) -> None
     assert decide(lambda failure: answer, replace(FAILURE, diverged=True)) is None
 
 
-@pytest.mark.parametrize("policy", [MiniBatchRollback(), LossyForward(), Auto()], ids=repr)
+@pytest.mark.parametrize("policy", [MiniBatchRollback(), LossyForward()], ids=repr)
 def test_replicas_that_differ_are_left_to_the_next_policy(policy: Policy) -> None:
     failure = replace(FAILURE, diverged=True, closed="worker 0 was elsewhere")
     assert decide(policy, failure) is None

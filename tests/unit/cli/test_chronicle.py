@@ -101,3 +101,10 @@ def test_a_batch_that_was_carried_forward_says_what_is_lost() -> None:
         "carried forward without rank 1: 2 of 6 gradients (25% of the update) lack its part",
         "carried forward without the ranks 1, 3: nothing is lost of the update",
     ]
+
+
+@pytest.mark.parametrize(("lost", "told"), [(1, "1 step will be"), (3, "3 steps will be")])
+def test_going_back_to_a_copy_says_how_far(lost: int, told: str) -> None:
+    run = Run()
+    run.add(1.0, "restarted", 0, to=4, lost_steps=lost)
+    assert [row.text for row in chronicle(run.events)] == [f"went back to step 4: {told} computed again"]

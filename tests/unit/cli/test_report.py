@@ -221,3 +221,15 @@ def test_without_matplotlib_the_tables_are_printed_and_it_says_how_to_get_the_ch
     assert "Recoveries" in told.out
     assert "pip install 'horovod_ft[report]', or use --no-png" in told.out
     assert not (tmp_path / "report.png").exists()
+
+
+def test_steps_that_were_computed_again_after_going_back_are_told(call: Call, tmp_path: Path) -> None:
+    file = ledger(tmp_path / "ledger", [0, 1]) / "ledger-a-0-1.jsonl"
+    again = [
+        {"kind": "back", "step": 0, "generation": 1},
+        {"kind": "dealt", "step": 1, "generation": 1, "rank": 0, "size": 1, "epoch": 0, "ids": [0, 1]},
+        {"kind": "committed", "step": 1, "generation": 1, "ranges": [[0, 0, 2]]},
+    ]
+    file.write_text(file.read_text() + "".join(json.dumps(record) + "\n" for record in again))
+    out = call("report", "--no-png", str(lost_one().write(tmp_path / "events"))).out
+    assert "no sample was lost or repeated\n  1 step computed again, after going back to a copy" in out

@@ -8,7 +8,7 @@ import pytest
 
 from horovod_ft.errors import PolicyError
 from horovod_ft.policies.auto import Auto, loss
-from horovod_ft.policy import Costs, Forward, Replay
+from horovod_ft.policy import Costs, Forward, Replay, Restart
 from tests.unit.test_policy import FAILURE
 
 CHEAPER_FORWARD = replace(FAILURE, costs=Costs(replay_s=0.2, forward_s=0.1))
@@ -43,6 +43,13 @@ def test_nothing_is_lost_of_an_update_without_elements() -> None:
 
 def test_it_has_no_answer_when_its_budget_is_spent() -> None:
     assert Auto(max_consecutive=1)(replace(CHEAPER_FORWARD, consecutive=2)) is None
+
+
+def test_replicas_that_differ_are_left_behind_if_there_is_a_copy() -> None:
+    diverged = replace(FAILURE, diverged=True)
+    assert Auto()(diverged) == Restart()
+    assert Auto()(replace(diverged, checkpoint_step=None)) is None
+    assert Restart in Auto().decisions
 
 
 @pytest.mark.parametrize("max_loss", [-0.1, 1.1, float("nan")])

@@ -224,7 +224,7 @@ def summarized(runs: Sequence[Run], policies: Sequence[str], *, whole: bool) -> 
     by_policy = {policy: [run for run in runs if run.policy == policy and run.seed in reference] for policy in policies}
     compared = {policy: _compared(its, reference) for policy, its in by_policy.items() if its}
     accuracies = [run.accuracy for run in reference.values()]
-    worst = [abs(values["worst_points"]) for values in compared.values()]
+    close = {policy: abs(values["worst_points"]) <= GOAL_POINTS for policy, values in compared.items()}
     return {
         "failure_free": {
             "seeds": list(reference),
@@ -234,8 +234,11 @@ def summarized(runs: Sequence[Run], policies: Sequence[str], *, whole: bool) -> 
         },
         "policies": compared,
         "goals": {
-            f"within {GOAL_POINTS:g} point of the failure-free run in every seed":
-                whole and max(worst, default=0.0) <= GOAL_POINTS,
+            **{
+                f"{policy}: within {GOAL_POINTS:g} point of the failure-free run in every seed":
+                    whole and close.get(policy, False)
+                for policy in policies
+            },
             f"failure-free accuracy of at least {GOAL_ACCURACY:g} % in every seed":
                 whole and min(accuracies) >= GOAL_ACCURACY,
         },

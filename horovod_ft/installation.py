@@ -9,7 +9,7 @@ from horovod_ft.errors import InstallationError
 
 HOROVOD = "0.28.1"
 #: The first of ``scripts/build_horovod.py``'s recipes whose Horovod survives failures.
-RECIPE = 5
+RECIPE = 6
 REMEDY = (
     "Run scripts/install in a checkout of horovod_ft with this environment active: it builds Horovod 0.28.1 for the "
     "frameworks that are installed (no wheel on PyPI works with today's)"

@@ -79,12 +79,12 @@ class Steps:
             self._open.stepping = True
             self._committer.open = False
         self._open.begin()
-        self.inside = True
         if not self._changes.asked:
             try:
                 self._changes.ask()
             except self._membership.failure_types as error:
                 self.note(error)
+        self.inside = True
 
     def leave(self, error: BaseException | None) -> bool:
         """Close a step: commit, or recover. Returns whether the body's exception has been dealt with."""

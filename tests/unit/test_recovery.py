@@ -983,3 +983,29 @@ def test_a_run_that_could_not_begin_can_be_begun_again() -> None:
         return toy.run()
 
     check_like_no_failure(run_toys(1, script=script))
+
+
+def test_a_step_can_be_entered_after_one_whose_question_failed() -> None:
+    """With an error that is no failure of the group."""
+
+    def prepare(toy: Toy) -> None:
+        comm = toy.membership.comm
+        errors = [ValueError("a duplicate name")]
+        ask = comm.any_async
+
+        def fail(flag: bool) -> Any:
+            if errors:
+                raise errors.pop()
+            return ask(flag)
+
+        comm.any_async = fail  # type: ignore[method-assign]
+        train = toy.train
+
+        def again() -> None:
+            with contextlib.suppress(ValueError):
+                train()
+            train()
+
+        toy.train = again  # type: ignore[method-assign]
+
+    assert not run_toys(1, prepare=prepare).errors

@@ -106,10 +106,10 @@ def test_a_module_that_is_not_installed_has_no_version() -> None:
 
 
 def test_the_right_horovod() -> None:
-    assert check_horovod("0.28.1+ft5").status is Status.OK
+    assert check_horovod("0.28.1+ft6").status is Status.OK
 
 
-@pytest.mark.parametrize("version", ["0.28.1", "0.28.1+ft4", "0.28.1+ftx"])
+@pytest.mark.parametrize("version", ["0.28.1", "0.28.1+ft5", "0.28.1+ftx"])
 def test_horovod_as_released_or_of_an_old_recipe_does_not_survive_every_failure(version: str) -> None:
     check = check_horovod(version)
     assert check.status is Status.WARNING
@@ -254,7 +254,7 @@ def test_without_horovod_its_parts_are_not_looked_at(monkeypatch: pytest.MonkeyP
 
 
 def test_a_machine_with_all_there_is_has_nothing_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = _versions(tensorflow="2.21.0", keras="3.15.1", horovod="0.28.1+ft5")
+    versions = _versions(tensorflow="2.21.0", keras="3.15.1", horovod="0.28.1+ft6")
     monkeypatch.setattr(environment, "installed_version", versions.get)
     monkeypatch.setattr(environment, "find_program", lambda name: f"/bin/{name}")
     monkeypatch.setattr(environment, "is_there", lambda module: True)

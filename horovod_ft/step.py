@@ -171,6 +171,11 @@ class Steps:
             if self.inside:
                 self._lead_out(restarted, restarted)
             raise
+        except BaseException as fatal:
+            if self.inside:  # nor can the body change that training has ended
+                self._leaving = True
+                self._fatal = fatal
+            raise
         raise AssertionError("unreachable")
 
     def _lead_out(self, error: BaseException, up: BaseException | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from horovod_ft.guard import ReplicaGuard
 from horovod_ft.ledger import LedgerReport, verify_ledger
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
-from horovod_ft.testing.fake_world import Breakage
+from horovod_ft.testing.fake_world import Breakage, GroupBroken
 from tests.unit.test_recovery import check_like_no_failure
 from tests.unit.toy import Ended, Job, Toy, run_toys
 
@@ -277,6 +278,30 @@ def test_without_any_copy_the_job_ends_and_says_so() -> None:
     ended = run_toys(3, prepare=Asking(step=2, every=3).prepare)
     assert {type(error) for error in ended.errors.values()} == {RecoveryError}
     assert "there is no full copy of the state yet. StateCommitter" in str(ended.errors[0])
+
+
+@pytest.mark.parametrize("swallowed", [True, False])
+def test_inside_a_step_too_whatever_the_body_makes_of_it(swallowed: bool) -> None:
+    """Nobody goes on alone: neither if the error is swallowed, nor if it came while a failure was being handled."""
+
+    def prepare(toy: Toy) -> None:
+        toy.keep_copies(None)
+
+        def ask(deal: Deal) -> None:
+            if toy.steps != 3 or toy.membership.index != 1:
+                return
+            try:
+                raise GroupBroken("a collective of the script's own")
+            except GroupBroken:
+                if not swallowed:
+                    toy.engine.go_back()
+                with suppress(Exception):
+                    toy.engine.go_back()
+
+        toy.in_body = ask
+
+    ended = run_toys(3, prepare=prepare)
+    assert {index: type(error) for index, error in ended.errors.items()} == dict.fromkeys(range(3), RecoveryError)
 
 
 def test_a_policy_that_goes_back_without_a_copy_is_told() -> None:

@@ -58,8 +58,6 @@ def _restore(membership: Membership, copy: Copied, trainee: Trainee, committer: 
         committer.went_back(copy.step)
     else:
         committer.torn = True  # nobody may take its later state for the newest, if the group breaks meanwhile
-    if copies is not None:
-        copies.forget_after(copy.step)
     mine = trainee.digest() if membership.group.rank in copy.holders else None
     digests: list[int | None] = membership.comm.allgather_object(mine, "copies")
     verdict = judge([digests[rank] or 0 for rank in copy.holders])

@@ -129,4 +129,7 @@ class OpenStep:
         """All workers have the state that the group goes on from."""
         if self.going_back:  # a try that broke, too: some may have gone back in it
             self._ledger.went_back(agreement.frontier.step, agreement.generation)
+            copies = self.trainee.ft_copies()
+            if copies is not None:
+                copies.forget_after(agreement.frontier.step)
         self.going_back = False

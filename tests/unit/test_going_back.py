@@ -20,7 +20,7 @@ from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
 from horovod_ft.testing.fake_world import Breakage, GroupBroken
 from tests.unit.test_recovery import check_like_no_failure
-from tests.unit.toy import Ended, Job, Toy, run_toys
+from tests.unit.toy import Ended, Job, Toy, WeightsArena, run_toys
 
 #: Of a job of two epochs with four steps each.
 STEPS = 8
@@ -247,6 +247,35 @@ def test_copies_that_not_all_have_come_after_those_that_all_have(tmp_path: Path)
     assert restarts(ended) == [(2, 3)]
 
 
+def copied(toy: Toy, step: int) -> WeightsArena:
+    assert toy.copies is not None
+    arena = toy.copies._of(step).arena
+    assert isinstance(arena, WeightsArena)
+    return arena
+
+
+def test_copies_that_differ_do_not_cost_those_of_later_steps_that_some_have(tmp_path: Path) -> None:
+    job = Job(ledger=tmp_path)
+
+    def prepare(toy: Toy) -> None:
+        Asking(every=None, workers=(0,)).prepare(toy)
+        ask = toy.before_step
+
+        def save(deal: Deal) -> None:
+            assert toy.copies is not None
+            if toy.steps == 2 or (toy.steps == 4 and toy.membership.index != 1):
+                toy.copies.take(toy.steps)
+            if toy.steps == 2:
+                copied(toy, 2).saved += toy.membership.index
+            ask(deal)
+
+        toy.before_step = save
+
+    ended = run_toys(3, job=job, prepare=prepare)
+    check(ended, job)
+    assert restarts(ended) == [(4, 1)]
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_policy_may_go_back(tmp_path: Path, every: int) -> None:
     job = Job(ledger=tmp_path)
@@ -284,12 +313,15 @@ def test_without_any_copy_the_job_ends_and_says_so() -> None:
 def test_inside_a_step_too_whatever_the_body_makes_of_it(swallowed: bool) -> None:
     """Nobody goes on alone: neither if the error is swallowed, nor if it came while a failure was being handled."""
 
+    asked: list[bool] = []
+
     def prepare(toy: Toy) -> None:
         toy.keep_copies(None)
 
         def ask(deal: Deal) -> None:
-            if toy.steps != 3 or toy.membership.index != 1:
+            if toy.steps != 3 or toy.membership.index != 1 or asked:
                 return
+            asked.append(True)
             try:
                 raise GroupBroken("a collective of the script's own")
             except GroupBroken:

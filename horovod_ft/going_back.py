@@ -37,10 +37,12 @@ def go_back(
             bus.emit("warning", text=f"the copies of step {copy.step} differ between the workers {list(copy.holders)}")
             log.warning("horovod_ft: the copies of step %d differ between the workers", copy.step)
             continue
+        lacking = tuple(rank for rank in everybody if rank not in verdict.healthy)
+        if membership.group.rank in lacking:
+            committer.torn = True  # its copy is another one, and counts no more even if the group breaks meanwhile
         lost_steps = agreement.frontier.step - copy.step
         bus.emit("restarted", to=copy.step, lost_steps=lost_steps)
         log.warning("horovod_ft: training goes back to step %d, %d steps", copy.step, lost_steps)
-        lacking = tuple(rank for rank in everybody if rank not in verdict.healthy)
         return replace(
             agreement, frontier=Frontier(copy.step, 0), holders=verdict.healthy, lacking=lacking,
             newcomers=tuple(rank for rank in lacking if rank not in copy.holders), computed_by=None, reenter=True,

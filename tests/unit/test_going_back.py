@@ -276,6 +276,25 @@ def test_copies_that_differ_do_not_cost_those_of_later_steps_that_some_have(tmp_
     assert restarts(ended) == [(4, 1)]
 
 
+def test_a_copy_that_differs_counts_no_more_once_that_is_known(tmp_path: Path) -> None:
+    """The one who wants to go back dies before it is healed, and the others go on from there."""
+    job = Job(ledger=tmp_path)
+
+    def prepare(toy: Toy) -> None:
+        Asking(workers=(0,), every=4).prepare(toy)
+        ask = toy.before_step
+
+        def spoil(deal: Deal) -> None:
+            if toy.steps == 5 and toy.membership.index == 2:
+                copied(toy, 4).saved += 1
+            ask(deal)
+
+        toy.before_step = spoil
+
+    ended = run_toys(4, [Breakage(0, "structure", 2)], job, prepare=prepare)
+    check(ended, job, dead={0})
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_policy_may_go_back(tmp_path: Path, every: int) -> None:
     job = Job(ledger=tmp_path)

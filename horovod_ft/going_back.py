@@ -20,9 +20,12 @@ log = logging.getLogger("horovod_ft")
 
 
 def go_back(
-    membership: Membership, agreement: Agreement, trainee: Trainee, committer: Committer, bus: EventBus
+    membership: Membership, agreement: Agreement, since: int, trainee: Trainee, committer: Committer, bus: EventBus
 ) -> Agreement:
     """Restore the copy where there is one. Blocks for a small collective a copy; all workers of the group call it.
+
+    Args:
+        since: the newest step that is given up, as far as this worker knows.
 
     Returns:
         The agreement on the state that the group has now: who holds it and who lacks it.
@@ -40,7 +43,7 @@ def go_back(
         lacking = tuple(rank for rank in everybody if rank not in verdict.healthy)
         if membership.group.rank in lacking:
             committer.torn = True  # its copy is another one, and counts no more even if the group breaks meanwhile
-        lost_steps = agreement.frontier.step - copy.step
+        lost_steps = max(since - copy.step, 0)  # a newcomer may not know
         bus.emit("restarted", to=copy.step, lost_steps=lost_steps)
         log.warning("horovod_ft: training goes back to step %d, %d steps", copy.step, lost_steps)
         return replace(

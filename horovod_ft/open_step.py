@@ -25,7 +25,8 @@ class OpenStep:
         stepping: training goes by ``step``; False while it goes by explicit commits, or has not begun.
         shared_by: the last group in which this worker had the state of all, and as which of them: its batch was dealt
             there.
-        going_back: it is given up together with steps before it, for a copy of an earlier state.
+        back_from: it is given up together with steps before it, for a copy of an earlier state: the newest of these
+            steps. None otherwise.
         noted: how the group broke in this step; kept, in case the user's code catches the exception.
     """
 
@@ -36,7 +37,7 @@ class OpenStep:
         self.committer = committer
         self.stepping = False
         self.shared_by = Group(0, 1, -1)
-        self.going_back = False
+        self.back_from: int | None = None
         self.noted: BaseException | None = None
         self._ledger = ledger
         self._bus = bus
@@ -127,9 +128,10 @@ class OpenStep:
 
     def settled(self, agreement: Agreement) -> None:
         """All workers have the state that the group goes on from."""
-        if self.going_back:  # a try that broke, too: some may have gone back in it
+        if self.back_from is not None:  # a try that broke, too: some may have gone back in it
             self._ledger.went_back(agreement.frontier.step, agreement.generation)
             copies = self.trainee.ft_copies()
             if copies is not None:
                 copies.forget_after(agreement.frontier.step)
-        self.going_back = False
+            self._history.went_back(self.back_from)
+        self.back_from = None

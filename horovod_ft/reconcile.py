@@ -190,9 +190,8 @@ class Reconciler:
                 f"{agreement.frontier.step}: what fails is in that step itself (see the first error in the log)"
             )
         self._open.give_up(agreement)
-        self._open.going_back = True
-        self._history.went_back(agreement.frontier.step)
-        agreement = go_back(self._membership, agreement, self._trainee, self._committer, self._bus)
+        since = self._open.back_from = max(agreement.frontier.step, self._open.back_from or 0)  # of a try that broke
+        agreement = go_back(self._membership, agreement, since, self._trainee, self._committer, self._bus)
         self._trainee.regrouped(self._membership.group)
         self._transfer(agreement)
         return agreement

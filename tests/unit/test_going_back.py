@@ -295,6 +295,15 @@ def test_a_copy_that_differs_counts_no_more_once_that_is_known(tmp_path: Path) -
     check(ended, job, dead={0})
 
 
+def test_steps_lost_count_from_where_training_was_however_often_going_back_breaks(tmp_path: Path) -> None:
+    """And it counts as going back once."""
+    job = Job(ledger=tmp_path)
+    breakages = [Breakage(2, "copies", nth, dies=False) for nth in range(1, 12)]
+    ended = run_toys(3, breakages, job, prepare=Asking(workers=(0,), every=3).prepare)
+    check(ended, job)
+    assert restarts(ended) == [(3, 2)]
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_policy_may_go_back(tmp_path: Path, every: int) -> None:
     job = Job(ledger=tmp_path)

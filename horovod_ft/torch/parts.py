@@ -174,13 +174,13 @@ class Stateful(BasePart):
         return copy.deepcopy(self._value().state_dict())
 
     def adopt(self, value: Any) -> None:
-        self._value().load_state_dict(value)
+        self._value().load_state_dict(copy.deepcopy(value))  # it may keep parts of it, and change them later
 
     def begin(self) -> None:
         self._saved = self.export()
 
     def rollback(self) -> None:
-        self.adopt(copy.deepcopy(self._saved))
+        self.adopt(self._saved)
 
 
 class Scaler(Stateful):

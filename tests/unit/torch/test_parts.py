@@ -305,6 +305,29 @@ def test_a_scale_is_handed_on_to_another_worker() -> None:
     assert mine.get_scale() == 64.0
 
 
+class Losses:
+    """A metric that keeps the very list that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_was_exported_can_be_adopted_more_than_once() -> None:
+    losses = Losses()
+    part = Stateful(lambda: losses)
+    exported = part.export()
+    for _ in range(2):
+        part.adopt(exported)
+        assert losses.seen == []
+        losses.seen.append(1.0)
+
+
 # --- plain values and the cursor -------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,9 @@ def heal(membership: Membership, trainee: Trainee, committer: Committer, bus: Ev
     )  # fmt: skip
     if group.rank in verdict.differing:
         committer.torn = True  # what it has counts no more, even if the group breaks before it is healed
+        copies = trainee.ft_copies()
+        if copies is not None:
+            copies.forget_after(-1)  # nobody knows since when
     whole = who_has_it(committer.frontier, group, verdict.healthy)
     sent = transfer(comm, whole, group.rank, trainee, committer)
     bus.emit("healed", nbytes=sent.nbytes, differing=verdict.differing)

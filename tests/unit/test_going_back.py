@@ -471,6 +471,32 @@ def test_a_replay_does_not_mend_replicas_that_differ(answer: Decision) -> None:
     assert "after step 6 the workers have different parameters" in str(ended.errors[0])
 
 
+def test_who_was_healed_has_no_copy_of_what_it_was(tmp_path: Path) -> None:
+    """The bit flips just before a copy is taken. Then nobody else is left who could say that the copy is another."""
+    job = Job(ledger=tmp_path)
+
+    def prepare(toy: Toy) -> None:
+        toy.keep_copies(6)
+        toy.guarded = ReplicaGuard(2)
+
+        def flip(deal: Deal) -> None:
+            if toy.membership.index == 2 and toy.steps == 5:
+                toy.weights[0, 0] ^= 1
+
+        def leave(deal: Deal) -> None:
+            if toy.steps == 6 and toy.membership.index != 2:
+                toy.membership.die()
+
+        toy.in_body, toy.before_step = flip, leave
+
+    ended = run_toys(3, job=job, prepare=prepare)
+    check(ended, job, dead={0, 1})
+    assert ended.events(2, "healed")
+    copies = ended.toys[2].copies
+    assert copies is not None
+    assert copies.steps == ()
+
+
 # --- anything ------------------------------------------------------------------------------------------------------
 
 NAMES = ("standing", "structure", "decision of the recovery policy", "copies", "gradient.0", "changed", "transfer.0")

@@ -192,7 +192,8 @@ class Reconciler:
         self._open.give_up(agreement)
         since = self._open.back_from = max(agreement.frontier.step, self._open.back_from or 0)  # of a try that broke
         agreement = go_back(self._membership, agreement, since, self._trainee, self._committer, self._bus)
-        self._trainee.regrouped(self._membership.group)
+        if not self._committer.fresh:
+            self._trainee.regrouped(self._membership.group)
         self._transfer(agreement)
         return agreement
 

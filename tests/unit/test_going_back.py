@@ -226,6 +226,30 @@ def test_a_newcomer_that_has_no_copy_gets_it(tmp_path: Path) -> None:
     assert len(ended.results) == 3
 
 
+def test_a_process_that_has_just_begun_is_not_told_that_it_was_regrouped(tmp_path: Path) -> None:
+    """Its reset callbacks have nothing to reset. It comes in the moment in which another goes back."""
+    announced: list[bool] = []
+
+    def prepare(toy: Toy) -> None:
+        Asking(step=7, every=4, workers=(0,)).prepare(toy)
+        ask = toy.before_step
+
+        def announce(deal: Deal) -> None:
+            if toy.membership.index == 0 and toy.steps == 6 and not announced:
+                announced.append(True)
+                toy.membership.announce()
+            ask(deal)
+
+        toy.before_step = announce
+
+    job = Job(ledger=tmp_path)
+    ended = run_toys(2, job=job, prepare=prepare)
+    check(ended, job)
+    assert restarts(ended) == [(4, 2)]
+    calls = ended.toys[2].calls
+    assert "regrouped" not in calls[: calls.index("reentering")]
+
+
 def test_copies_that_not_all_have_come_after_those_that_all_have(tmp_path: Path) -> None:
     """Going back further keeps everybody's own state."""
     job = Job(ledger=tmp_path)

@@ -143,11 +143,13 @@ class TorchState(State):  # type: ignore[misc]
         that at the same steps.
 
         Raises:
-            UsageError: inside a step, or with ``step`` and without such a StateCommitter.
+            UsageError: inside a step, or one whose gradients are accumulated over several batches; or with ``step`` and
+                without such a StateCommitter.
         """
         if self.engine.stepping:
-            if self.engine.inside_step:
-                raise UsageError("state.save() was used inside state.step(): what is half done cannot be gone back to")
+            if self.engine.inside_step or self.accumulating():
+                where = "inside state.step()" if self.engine.inside_step else "while gradients are accumulated"
+                raise UsageError(f"state.save() was used {where}: what is half done cannot be gone back to")
             self._full_copies("save").take(self._committer.frontier.step)
             return
         self._snapshot.enabled = True

@@ -150,6 +150,24 @@ def test_nothing_is_saved_inside_a_step() -> None:
         in_steps(job, lambda state: state.save(), inside=True)
 
 
+def test_nothing_is_saved_between_two_batches_of_one_step() -> None:
+    job = Job(passes=2)
+    StateCommitter(job.state, None, keep="copy")
+    with pytest.raises(UsageError, match="while gradients are accumulated: what is half done cannot be gone back to"):
+        and_save(job)
+
+
+def and_save(job: Job) -> None:
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        for x, y in state.loader:
+            with state.step():
+                job.body(x, y)
+            state.save()
+
+    loop(job.state)
+
+
 def test_one_committer_a_state() -> None:
     job = Job()
     StateCommitter(job.state, keep="copy")

@@ -38,7 +38,8 @@ class Outcome:
 
     Attributes:
         agreement: on the state that it has now.
-        decision: what was done about the failure behind it; None if there was none.
+        decision: what was done about the failure behind it; None if there was none. Restart, too, if this worker has
+            gone back in a try that broke, and is where the script is not any more.
     """
 
     agreement: Agreement
@@ -86,8 +87,9 @@ class Reconciler:
         agreement = self._agree(resume, phase, failed=failed)
         decision = self._decide(agreement)
         agreement = self._execute(decision, agreement)
+        went_back = self._open.back_from is not None  # now, or in a try that broke
         self._settle(agreement, deals_anew=not isinstance(decision, Forward))
-        return Outcome(agreement, decision)
+        return Outcome(agreement, Restart() if went_back else decision)
 
     # --- agreement -------------------------------------------------------------------------------------------------
 
@@ -108,6 +110,8 @@ class Reconciler:
         committer, history = self._committer, self._history
         copies = self._trainee.ft_copies()
         previous = self._agreed or replace(self._membership.group, generation=-1)
+        if self._open.back_from is not None and resume is Resume.FINISHING:
+            resume = Resume.REENTER  # what it had finished was given up, in a try that broke
         return Standing(
             frontier=committer.frontier,
             fresh=committer.fresh,

@@ -328,6 +328,27 @@ def test_steps_lost_count_from_where_training_was_however_often_going_back_break
     assert restarts(ended) == [(3, 2)]
 
 
+@pytest.mark.parametrize("step", [6, STEPS + 1])
+def test_who_has_gone_back_enters_again_even_if_nobody_wants_that_any_more(tmp_path: Path, step: int) -> None:
+    """The one who did dies when the others are back. They had finished already, or were in a step."""
+    job = Job(ledger=tmp_path)
+
+    def prepare(toy: Toy) -> None:
+        Asking((0,), step, inside=True, every=3).prepare(toy)
+        train = toy.train
+
+        def and_look_again() -> None:
+            train()
+            if toy.membership.index == 0:
+                toy.engine.go_back()
+
+        toy.train = and_look_again  # type: ignore[method-assign]
+
+    ended = run_toys(3, [Breakage(0, "copies", 1)], job, prepare=prepare)
+    check(ended, job, dead={0})
+    assert [ended.toys[index].calls.count("reentering") for index in (1, 2)] == [2, 2]
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_policy_may_go_back(tmp_path: Path, every: int) -> None:
     job = Job(ledger=tmp_path)

@@ -27,6 +27,7 @@ class OpenStep:
             there.
         back_from: it is given up together with steps before it, for a copy of an earlier state: the newest of these
             steps. None otherwise.
+        given_up: its gradients are gone; until all have the state that the group goes on from.
         noted: how the group broke in this step; kept, in case the user's code catches the exception.
     """
 
@@ -38,6 +39,7 @@ class OpenStep:
         self.stepping = False
         self.shared_by = Group(0, 1, -1)
         self.back_from: int | None = None
+        self.given_up = False
         self.noted: BaseException | None = None
         self._ledger = ledger
         self._bus = bus
@@ -120,6 +122,7 @@ class OpenStep:
 
         Nor is anything given up once all training functions have returned, because nobody would do it again.
         """
+        self.given_up = True
         self._ledger.discarded()
         self.trainee.discard()
         self._losses.step_ended()
@@ -135,3 +138,4 @@ class OpenStep:
                 copies.forget_after(agreement.frontier.step)
             self._history.went_back(self.back_from)
         self.back_from = None
+        self.given_up = False

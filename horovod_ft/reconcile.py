@@ -127,7 +127,7 @@ class Reconciler:
             open_ranges=self._trainee.open_ranges(),
             shared_by=self._open.shared_by,
             phase=phase,
-            gradients=self._trainee.gradients(),
+            gradients="has given up its gradients" if self._open.given_up else self._trainee.gradients(),
             ages_s=history.ages_s(),
             step_s=history.step_s(),
             reduction_s=self._trainee.reduction_s(),

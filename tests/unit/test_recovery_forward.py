@@ -168,6 +168,26 @@ def test_who_joins_in_the_same_moment_closes_the_way(tmp_path: Path) -> None:
 # --- several updates in a step ---------------------------------------------------------------------------------------
 
 
+def test_a_batch_that_was_given_up_is_not_carried_forward_if_the_replay_breaks(tmp_path: Path) -> None:
+    """The newcomer that closes the way dies, too. By then the gradients are gone."""
+    job = Job(ledger=tmp_path)
+    announced: list[bool] = []
+
+    def prepare(toy: Toy) -> None:
+        def announce(deal: Deal) -> None:
+            if toy.membership.index == 0 and toy.steps == 3 and not announced:
+                announced.append(True)
+                toy.membership.announce()
+
+        toy.before_step = announce
+
+    breakages = [Breakage(1, "gradient.0", 4), Breakage(3, "structure")]
+    ended = run_toys(3, breakages, job, policy=forward, prepare=prepare)
+    check_like_no_failure(ended, job, dead=[1, 3])
+    assert [event.data["decision"] for event in ended.events(0, "decision")] == ["Replay", "Replay"]
+    assert "given up" in ended.events(0, "decision")[-1].data["failure"]["closed"]
+
+
 def test_the_lost_samples_of_a_second_update(tmp_path: Path) -> None:
     job = Job(updates=2, ledger=tmp_path)
     ended = run_toys(4, [Breakage(0, "gradient.0", 3), Breakage(3, "gradient.1", 3)], job, policy=forward)

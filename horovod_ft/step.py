@@ -165,6 +165,8 @@ class Steps:
         """
         if not self.running:
             raise UsageError("state.restore() takes all workers back, and there are none outside elastic.run")
+        if self._fatal is not None and not isinstance(self._fatal, Restarted):
+            raise self._fatal  # training has ended, and the body does not know yet
         try:
             self._regrouping.go_back("step" if self.inside else "outside")
         except Restarted as restarted:

@@ -17,7 +17,7 @@ from horovod_ft.errors import DivergenceError, PolicyError, RecoveryError, Usage
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.ledger import LedgerReport, verify_ledger
 from horovod_ft.policies.rollback import MiniBatchRollback
-from horovod_ft.policy import Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
+from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
 from horovod_ft.testing.fake_world import Breakage, GroupBroken
 from tests.unit.test_recovery import check_like_no_failure
 from tests.unit.toy import Ended, Job, Toy, WeightsArena, run_toys
@@ -407,6 +407,27 @@ def test_inside_a_step_too_whatever_the_body_makes_of_it(swallowed: bool) -> Non
 
     ended = run_toys(3, prepare=prepare)
     assert {index: type(error) for index, error in ended.errors.items()} == dict.fromkeys(range(3), RecoveryError)
+
+
+def test_once_training_was_given_up_nobody_goes_back() -> None:
+    """Not even a body that answers every error with a restore."""
+
+    def prepare(toy: Toy) -> None:
+        toy.keep_copies(2)
+        body = toy.body
+
+        def careful(deal: Deal) -> None:
+            try:
+                body(deal)
+            except Exception:
+                toy.engine.go_back()
+
+        toy.body = careful  # type: ignore[method-assign]
+
+    ended = run_toys(3, [Breakage(1, "gradient.0", 6)], policy=lambda index: lambda failure: Abort("enough"),
+                     prepare=prepare)  # fmt: skip
+    assert {str(error) for error in ended.errors.values()} == {"enough"}
+    assert len(ended.errors) == 2
 
 
 def test_a_policy_that_goes_back_without_a_copy_is_told() -> None:

@@ -55,7 +55,7 @@ def go_back(
 
 
 def _restore(membership: Membership, copy: Copied, trainee: Trainee, committer: Committer) -> Verdict | None:
-    """Restore one copy on its holders, and compare. None if they differ and have no majority."""
+    """Restore one copy on its holders, and compare: who has the one that counts, and who another; None if none does."""
     copies = trainee.ft_copies()
     if membership.group.rank in copy.holders:
         assert copies is not None
@@ -65,11 +65,19 @@ def _restore(membership: Membership, copy: Copied, trainee: Trainee, committer: 
         committer.torn = True  # nobody may take its later state for the newest, if the group breaks meanwhile
     mine = trainee.digest() if membership.group.rank in copy.holders else None
     digests: list[int | None] = membership.comm.allgather_object(mine, "copies")
-    verdict = judge([digests[rank] or 0 for rank in copy.holders])
-    return verdict and Verdict(
-        tuple(copy.holders[index] for index in verdict.healthy),
-        tuple(copy.holders[index] for index in verdict.differing),
+    found = judge([digests[rank] or 0 for rank in copy.holders])
+    if found is None:
+        return None
+    verdict = Verdict(
+        tuple(copy.holders[index] for index in found.healthy), tuple(copy.holders[index] for index in found.differing)
     )
+    # Of the same step there may have been another copy, with other light state: all take that of one of them.
+    root = verdict.healthy[0]
+    mine_is_it = membership.group.rank == root
+    light = membership.comm.broadcast_object(committer.export() if mine_is_it else None, root, "light")
+    if membership.group.rank in copy.holders:
+        committer.adopt(light, light, Frontier(copy.step, 0), None)
+    return verdict
 
 
 def _nowhere_to_go(tried: list[int]) -> str:

@@ -29,6 +29,9 @@ class Arena(Protocol):
 
     nbytes: int
 
+    def fits(self) -> bool:
+        """Whether what was copied belongs to the present model and optimizers."""
+
     def reserve(self) -> None:
         """Make room for what there is now, so that the first ``write`` need not."""
 
@@ -87,8 +90,9 @@ class Copies:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps that this worker has a copy of, the newest first."""
-        return tuple(sorted((copy.step for copy in self._copies if copy.step is not None), reverse=True))
+        """Steps that this worker has a copy of which fits, the newest first."""
+        usable = (copy.step for copy in self._copies if copy.step is not None and copy.arena.fits())
+        return tuple(sorted(usable, reverse=True))
 
     @property
     def nbytes(self) -> int:
@@ -152,8 +156,8 @@ class StateCommitter:
     enough for every failure that leaves a replica of the parameters, and costs microseconds.
 
     ``keep="copy"``: besides, a full copy of parameters and optimizer state every so many steps. The last two copies are
-    kept, in memory that is set aside for them once. ``state.restore()``, called by one worker or by several, takes all
-    of them back to the newest copy they have, and each enters its training function again, from the top; so does a
+    kept, in memory that is set aside for them and used again. ``state.restore()``, called by one worker or by several,
+    takes all of them back to the newest copy they have, and each enters its training function again, from the top; so does a
     policy that answers ``Restart()``. From host memory a copy is taken at once; from a GPU on a stream of its own,
     while training goes on.
 

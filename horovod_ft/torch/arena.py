@@ -31,8 +31,12 @@ class TorchArena:
         self._kinds: list[Any] = []
         self._views: list[torch.Tensor] = []
         self._structure: Any = None
+        self._schema: list[str] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._under_way: list[torch.cuda.Event] = []
+        self._under_way: list[tuple[torch.device, torch.cuda.Event]] = []
+
+    def fits(self) -> bool:
+        return self._replica.schema() == self._schema
 
     def reserve(self) -> None:
         self._fit(self._replica.replicated_tensors())
@@ -42,7 +46,7 @@ class TorchArena:
         tensors = self._replica.replicated_tensors()
         self._finish()
         self._fit(tensors)
-        self._structure = self._replica.structure()
+        self._structure, self._schema = self._replica.structure(), self._replica.schema()
         pairs = list(zip(self._views, tensors, strict=True))
         on_host = [(view, tensor) for view, tensor in pairs if tensor.device.type != "cuda"]
         if on_host:
@@ -51,8 +55,8 @@ class TorchArena:
             self._begin(device, [(view, tensor) for view, tensor in pairs if tensor.device == device])
 
     def settle(self) -> None:
-        for event in self._under_way:
-            event.wait()  # the device's present stream does, not this thread
+        for device, event in self._under_way:
+            torch.cuda.current_stream(device).wait_event(event)  # that waits, not this thread
 
     @torch.no_grad()
     def read(self) -> None:
@@ -67,7 +71,7 @@ class TorchArena:
         kinds = kinds_of(tensors)
         if kinds == self._kinds:
             return
-        self._kinds = kinds
+        self._kinds = []
         places = list(_places(tensors))
         self.nbytes = places[-1][1] if places else 0
         pinned = any(tensor.device.type == "cuda" for tensor in tensors)
@@ -76,6 +80,7 @@ class TorchArena:
             memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
             for tensor, (start, _) in zip(tensors, places, strict=True)
         ]
+        self._kinds = kinds
 
     def _begin(self, device: torch.device, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if device not in self._streams:
@@ -85,11 +90,11 @@ class TorchArena:
         with torch.cuda.stream(stream):
             for view, tensor in pairs:
                 view.copy_(tensor, non_blocking=True)
-        self._under_way.append(stream.record_event())
+        self._under_way.append((device, stream.record_event()))
 
     def _finish(self) -> None:
         """Wait here until no copy is under way."""
-        for event in self._under_way:
+        for _, event in self._under_way:
             event.synchronize()
         self._under_way.clear()
 

@@ -140,7 +140,8 @@ class TorchState(State):  # type: ignore[misc]
         """Remember everything, as ``commit`` does, without looking for workers that come or go. Never blocks.
 
         With ``step``, between two steps, and a ``StateCommitter`` that keeps copies: take one. All workers have to do
-        that at the same steps.
+        that at the same steps. Best before the loader yields the next batch: random numbers that a dataset draws for it
+        are in the copy already, and are drawn again after going back.
 
         Raises:
             UsageError: inside a step, or one whose gradients are accumulated over several batches; or with ``step`` and
@@ -154,6 +155,8 @@ class TorchState(State):  # type: ignore[misc]
             return
         self._snapshot.enabled = True
         self._committer.save()
+        if self._copies is not None:  # the first step may be still to come
+            self._copies.take(self._committer.frontier.step)
 
     def restore(self) -> None:
         """Go back to the last ``commit`` or ``save``. Never blocks.
@@ -161,7 +164,9 @@ class TorchState(State):  # type: ignore[misc]
         With ``step`` and a ``StateCommitter`` that keeps copies, inside ``elastic.run``: take all workers back to the
         newest copy, whether one of them calls this or several, and enter the training function again, from the top.
         Does not return then. Blocks for the time of a recovery. The steps since the copy are computed again; so will be
-        what led here, if nothing but the state decides it: after ten times without getting further, training ends.
+        what led here, if nothing but the state decides it: after ten times without getting further, training ends. It
+        leaves the training function by an exception on all workers, each in its own place: a ``finally`` or
+        ``except BaseException`` around the loop must not call collectives.
 
         Raises:
             UsageError: with ``step``, and without such a StateCommitter or outside ``elastic.run``.
@@ -210,7 +215,7 @@ class TorchState(State):  # type: ignore[misc]
             )
         super().__setattr__(name, value)
         if names is not None and name in names:
-            if self._copies is not None and names[name] in ("model", "optimizer"):
+            if self._copies is not None and names[name] != "value":
                 self._copies.forget_after(-1)  # they are of something else
             self._look_after(value)
 

@@ -373,6 +373,31 @@ def test_a_policy_that_knows_the_copy_and_what_it_costs(tmp_path: Path) -> None:
     assert failure.costs.restart_s == pytest.approx(2 * failure.costs.replay_s)
 
 
+def test_copies_of_one_step_with_other_light_state_become_one(tmp_path: Path) -> None:
+    """The script changes something and saves once more; worker 1 goes back before it comes to that."""
+    job = Job(ledger=tmp_path)
+
+    def prepare(toy: Toy) -> None:
+        toy.keep_copies(2)
+        done: list[bool] = []
+
+        def before(deal: Deal) -> None:
+            if toy.steps == 4 and not done:
+                done.append(True)
+                toy.schedule.value += 100
+                if toy.membership.index == 1:
+                    toy.engine.go_back()
+                assert toy.copies is not None
+                toy.copies.take(4)
+                toy.reduce(0, "evaluation")
+
+        toy.before_step = before
+
+    ended = run_toys(3, job=job, prepare=prepare)
+    assert not ended.errors
+    assert len({toy.schedule.value for toy in ended.toys.values()}) == 1
+
+
 # --- what cannot be gone back to -----------------------------------------------------------------------------------
 
 

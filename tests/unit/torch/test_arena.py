@@ -113,3 +113,20 @@ def test_nothing_to_copy() -> None:
     arena.write()
     arena.read()
     assert arena.nbytes == 0
+
+
+def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    arena = TorchArena(replica_of(model, make("SGD", model.parameters())))
+
+    def nothing_left(*_: object, **__: object) -> torch.Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", nothing_left)
+        with pytest.raises(MemoryError):
+            arena.write()
+    arena.write()
+    before = copy_of(model)
+    arena.read()
+    assert same(copy_of(model), before)

@@ -203,3 +203,27 @@ def test_copies_of_a_model_that_was_replaced_are_none() -> None:
     assert committer.steps
     job.state.model = nn.Linear(4, 3)
     assert not committer.steps
+
+
+@pytest.mark.parametrize("replace", ["scheduler", "loader", "scaler"])
+def test_copies_of_anything_that_was_replaced_are_none(replace: str) -> None:
+    job = Job()
+    committer = StateCommitter(job.state, keep="copy")
+    job.train()
+    setattr(job.state, replace, getattr(job.state, replace))
+    assert not committer.steps
+
+
+def test_copies_from_before_an_optimizer_got_more_parameters_are_none() -> None:
+    job = Job()
+    committer = StateCommitter(job.state, keep="copy")
+    job.train()
+    job.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert not committer.steps
+
+
+def test_a_copy_can_be_saved_before_the_first_step() -> None:
+    job = Job()
+    committer = StateCommitter(job.state, None, keep="copy")
+    job.state.save()
+    assert committer.steps == (0,)

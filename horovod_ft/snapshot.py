@@ -157,9 +157,9 @@ class StateCommitter:
 
     ``keep="copy"``: besides, a full copy of parameters and optimizer state every so many steps. The last two copies are
     kept, in memory that is set aside for them and used again. ``state.restore()``, called by one worker or by several,
-    takes all of them back to the newest copy they have, and each enters its training function again, from the top; so does a
-    policy that answers ``Restart()``. From host memory a copy is taken at once; from a GPU on a stream of its own,
-    while training goes on.
+    takes all of them back to the newest copy they have, and each enters its training function again, from the top. So
+    does a policy that answers ``Restart()``. From host memory a copy is taken at once; from a GPU on a stream of its
+    own, while training goes on.
 
     In scripts that commit themselves every ``state.commit()`` is a full copy already, and a StateCommitter changes
     nothing.

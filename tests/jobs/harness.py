@@ -18,6 +18,8 @@ from tests.jobs.task import NOTHING, Carried, Config, reference
 from tests.jobs.zygote import Zygote
 
 HERE = Path(__file__).parent
+#: ``horovodrun`` with faults of its own left out; it starts 4 s sooner, too.
+LAUNCHER = [sys.executable, "-m", "horovod_ft.agent.launcher", "--"]
 
 
 class Workers:
@@ -95,7 +97,7 @@ def run_job(
     environment = {"HOROVOD_FT_FAULTS": "\n".join(faults), "PYTHONPATH": str(HERE.parent.parent), **(env or {})}
     with LocalJob(
         command, workers, folder, min_workers=min_workers, env=environment, arguments=arguments,
-        launcher=[sys.executable, str(HERE / "launcher.py")],
+        launcher=LAUNCHER,
     ) as job:  # fmt: skip
         if during is not None:
             during(job)

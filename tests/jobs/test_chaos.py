@@ -9,7 +9,7 @@ import pytest
 
 from horovod_ft.cli.chaos import EXIT_NOT_FIRED
 from horovod_ft.testing.local_job import LocalJob
-from tests.jobs.harness import HERE, fault
+from tests.jobs.harness import HERE, LAUNCHER, fault
 from tests.jobs.task import Config
 
 pytestmark = pytest.mark.job
@@ -25,7 +25,7 @@ def test_one_entry_that_fires_and_one_that_cannot(tmp_path: Path) -> None:
     with LocalJob(
         [sys.executable, "-m", "tests.jobs.training", config.write()], WORKERS, tmp_path,
         env={"PYTHONPATH": str(HERE.parent.parent), "COLUMNS": "120"},
-        launcher=[*chaos, sys.executable, str(HERE / "launcher.py")],
+        launcher=[*chaos, *LAUNCHER],
     ) as job:  # fmt: skip
         finished = job.wait(100)
     assert finished.returncode == EXIT_NOT_FIRED, finished.output[-6000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from horovod_ft.agent.supervisor import ENDING, bound_to
 from horovod_ft.errors import ConfigurationError, FaultPlanError
 from horovod_ft.events import Event, read_events
 from horovod_ft.faults.plan import Fault, parse_plan
@@ -30,10 +30,6 @@ from horovod_ft.settings import Settings, writable_folder
 from horovod_ft.timeline import labels
 
 EXIT_NOT_FIRED = 3
-#: What a terminal or a batch system sends to end a job.
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: prctl(2): the signal that this process gets when its parent dies.
-PR_SET_PDEATHSIG = 1
 
 
 def chaos(
@@ -109,25 +105,13 @@ def run(command: Sequence[str], env: Mapping[str, str]) -> int:
         try:
             process = subprocess.Popen(
                 command, env=env, start_new_session=True,
-                preexec_fn=_bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
+                preexec_fn=bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
             )  # fmt: skip
         except OSError as error:
             raise ConfigurationError(f"cannot run {command[0]}: {error.strerror or error}") from error
         forward_to(process.pid)
         code = process.wait()
     return 128 - code if code < 0 else code
-
-
-def _bound_to(parent: int) -> Callable[[], None]:
-    """What the child does before it becomes the command: see to it that SIGTERM comes when its parent dies."""
-    prctl = ctypes.CDLL(None).prctl
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent:  # it has died already
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return bind
 
 
 @contextlib.contextmanager
@@ -148,7 +132,7 @@ def _forwarding() -> Iterator[Callable[[int], None]]:
         for number in kept:
             handle(number)
 
-    before = {number: signal.signal(number, handle) for number in FORWARDED}
+    before = {number: signal.signal(number, handle) for number in ENDING}
     try:
         yield forward_to
     finally:

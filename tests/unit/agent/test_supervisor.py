@@ -1,0 +1,199 @@
+"""Running a program to its end: its output and status, signals to it, its bound, and what it leaves behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from horovod_ft.agent import supervisor
+from horovod_ft.agent.supervisor import PR_SET_CHILD_SUBREAPER, Signals, attend
+from horovod_ft.errors import ConfigurationError
+
+ENV = dict(os.environ)
+PR_GET_CHILD_SUBREAPER = 37
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    with Signals() as heard:
+        yield heard
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "SETTLE_S", 0.2)
+    monkeypatch.setattr(supervisor, "TERM_S", 0.3)
+
+
+def sh(script: str, signals: Signals, grace_s: float = 10.0) -> int:
+    return attend(["sh", "-c", script], ENV, signals, grace_s)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid)
+
+
+# --- a program -----------------------------------------------------------------------------------------------------
+
+
+def test_its_output_passes_through_unchanged(signals: Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sh("printf 'a\\tb'; printf c >&2", signals) == 0
+    assert capfd.readouterr() == ("a\tb", "c")
+
+
+def test_its_status_is_returned(signals: Signals) -> None:
+    assert sh("exit 7", signals) == 7
+
+
+def test_a_signal_that_ends_it_is_told_as_subprocess_does(signals: Signals) -> None:
+    assert sh("kill -KILL $$", signals) == -signal.SIGKILL
+    assert signals.stopped is None
+
+
+def test_a_program_that_does_not_exist(signals: Signals) -> None:
+    with pytest.raises(ConfigurationError, match="cannot run no-such-program: No such file or directory"):
+        attend(["no-such-program"], ENV, signals, 1.0)
+
+
+def test_it_does_not_outlive_us() -> None:
+    code = (
+        "import os; from horovod_ft.agent.supervisor import *\n"
+        "with Signals() as signals: attend(['sh', '-c', 'echo up; exec sleep 60'], os.environ, signals, 9.0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        parent.kill()
+        assert parent.stdout.read() == b""  # the end of the pipe: nobody holds it any more
+
+
+# --- signals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "its"), [("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM")])
+def test_a_signal_is_passed_on(signals: Signals, ours: str, its: str) -> None:
+    asked = f"trap 'exit 9' {its}; kill -{ours} $PPID; while :; do sleep 0.01; done"
+    assert sh(asked, signals) == 9
+    assert signals.stopped == signal.Signals[f"SIG{ours}"]
+
+
+def test_it_is_passed_on_once(signals: Signals, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    asked = (
+        f"trap 'echo got >> {log}' TERM; kill -TERM $PPID; while [ ! -s {log} ]; do sleep 0.01; done\n"
+        "kill -TERM $PPID; kill -INT $PPID\n"
+        "for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.02; done"
+    )
+    assert sh(asked, signals) == 0
+    assert log.read_text() == "got\n"
+    assert signals.stopped == signal.SIGTERM
+
+
+def test_a_program_that_does_not_heed_it_is_killed(signals: Signals) -> None:
+    began = time.monotonic()
+    assert sh("trap '' TERM; kill -TERM $PPID; while :; do sleep 0.01; done", signals, grace_s=0.3) == -signal.SIGKILL
+    assert 0.3 <= time.monotonic() - began < 5
+
+
+def test_a_signal_from_before_is_passed_on_too(signals: Signals) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert sh("exec sleep 60", signals) == -signal.SIGTERM
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            assert sh("kill -HUP $PPID; exit 3", signals) == 3
+            assert signals.stopped is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_handlers_are_back_afterwards() -> None:
+    numbers = (*supervisor.ENDING, signal.SIGCHLD)
+    before = [signal.getsignal(number) for number in numbers]
+    with Signals():
+        pass
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_pause_takes_its_time(signals: Signals) -> None:
+    began = time.monotonic()
+    signals.pause(0.05)
+    assert time.monotonic() - began >= 0.05
+
+
+def test_a_signal_ends_a_pause(signals: Signals) -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 0.05; kill -TERM $PPID"]):
+        began = time.monotonic()
+        signals.pause(30)
+        assert time.monotonic() - began < 10
+    assert signals.stopped == signal.SIGTERM
+
+
+def test_the_end_of_a_process_does_not_end_a_pause(signals: Signals) -> None:
+    began = time.monotonic()
+    with subprocess.Popen(["true"]):
+        signals.pause(0.3)
+    assert time.monotonic() - began >= 0.3
+
+
+# --- what it leaves behind -----------------------------------------------------------------------------------------
+
+
+def left(file: Path) -> list[int]:
+    return [int(pid) for pid in file.read_text().split()]
+
+
+@pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
+def test_orphans_are_ended(signals: Signals, tmp_path: Path, trap: str) -> None:
+    """In a session of their own, as Horovod's workers are, and whether or not they heed a SIGTERM."""
+    pids = tmp_path / "pids"
+    worker = f"{trap}echo $$ >> {pids}; while :; do sleep 0.01; done"
+    assert sh(f'setsid sh -c "{worker.replace("$", chr(92) + "$")}" & while [ ! -s {pids} ]; do sleep 0.01; done',
+              signals) == 0  # fmt: skip
+    (pid,) = left(pids)
+    assert gone(pid)
+
+
+def test_orphans_that_end_by_themselves_are_left_to_it(signals: Signals, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    assert sh(f"setsid sh -c 'sleep 0.05; echo done > {file}' & exit 0", signals) == 0
+    assert file.read_text() == "done\n"
+
+
+def test_those_of_a_program_that_had_to_be_killed(signals: Signals, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    asked = (
+        f"trap '' TERM; setsid sh -c 'echo $$ > {pids}; exec sleep 60' & while [ ! -s {pids} ]; do sleep 0.01; done\n"
+        "kill -TERM $PPID; while :; do sleep 0.01; done"
+    )
+    assert sh(asked, signals, grace_s=0.1) == -signal.SIGKILL
+    (pid,) = left(pids)
+    assert gone(pid)
+
+
+def test_other_processes_of_ours_are_left_alone(signals: Signals) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        sh("exit 0", signals)
+        assert other.poll() is None
+        other.kill()
+
+
+def test_orphans_go_to_init_again_afterwards(signals: Signals) -> None:
+    sh("exit 0", signals)
+    adopts = ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    assert adopts.value == 0
+    assert PR_SET_CHILD_SUBREAPER == 36

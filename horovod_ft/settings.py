@@ -13,7 +13,7 @@ from pathlib import Path
 from horovod_ft.errors import ConfigurationError
 
 PREFIX = "HOROVOD_FT_"
-KNOWN = ("POLICY", "FAULTS", "EVENTS", "LEDGER", "TIMEOUT", "CACHE")
+KNOWN = ("POLICY", "FAULTS", "EVENTS", "LEDGER", "TIMEOUT", "ATTEMPT", "CACHE")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Settings:
         events: folder for one JSON-lines file a worker; None switches recording off.
         ledger: folder for the ledger of samples; None switches it off.
         timeout_s: bound, in seconds, of every wait inside a recovery.
+        attempt: how often ``horovod-ft run`` has started this job before; 0 for the first attempt and without it.
         elastic: the launcher is ``horovodrun`` in elastic mode.
         host: the host name the launcher gave this worker, ``localhost`` without a launcher.
         start_rank: this worker's rank when its process started. It never changes and names the worker in plans.
@@ -36,6 +37,7 @@ class Settings:
     events: Path | None = None
     ledger: Path | None = None
     timeout_s: float = 600.0
+    attempt: int = 0
     elastic: bool = False
     host: str = "localhost"
     start_rank: int = 0
@@ -61,6 +63,7 @@ class Settings:
             events=_folder(env, "EVENTS"),
             ledger=_folder(env, "LEDGER"),
             timeout_s=_seconds(env, "TIMEOUT", 600.0),
+            attempt=_attempt(env),
             elastic=env.get("HOROVOD_ELASTIC") == "1",
             host=env.get("HOROVOD_HOSTNAME", "localhost"),
             start_rank=_rank(env),
@@ -78,6 +81,13 @@ def _rank(env: Mapping[str, str]) -> int:
         raise ConfigurationError(
             f"HOROVOD_RANK={text!r} is not a rank. The launcher sets it; unset it to run without a launcher"
         )
+    return int(text)
+
+
+def _attempt(env: Mapping[str, str]) -> int:
+    text = env.get(PREFIX + "ATTEMPT") or "0"
+    if not text.isdecimal():
+        raise ConfigurationError(f"{PREFIX}ATTEMPT={text!r} is not a number: horovod-ft run sets it, leave it unset")
     return int(text)
 
 

@@ -21,17 +21,18 @@ def test_every_variable_is_read() -> None:
         "HOROVOD_FT_EVENTS": "/events",
         "HOROVOD_FT_LEDGER": "/ledger",
         "HOROVOD_FT_TIMEOUT": "2.5",
+        "HOROVOD_FT_ATTEMPT": "2",
         "HOROVOD_ELASTIC": "1",
         "HOROVOD_HOSTNAME": "node7",
         "HOROVOD_RANK": "3",
     }
     assert Settings.from_environment(environ) == Settings(
         policy="rollback", faults="plan.toml", events=Path("/events"), ledger=Path("/ledger"), timeout_s=2.5,
-        elastic=True, host="node7", start_rank=3,
+        attempt=2, elastic=True, host="node7", start_rank=3,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["POLICY", "FAULTS", "EVENTS", "LEDGER"])
+@pytest.mark.parametrize("name", ["POLICY", "FAULTS", "EVENTS", "LEDGER", "ATTEMPT"])
 def test_an_empty_value_counts_as_unset(name: str) -> None:
     assert Settings.from_environment({PREFIX + name: ""}) == Settings()
 
@@ -62,6 +63,12 @@ def test_variables_of_horovod_itself_are_none_of_our_business() -> None:
 def test_a_timeout_that_is_no_positive_number_is_refused(value: str) -> None:
     with pytest.raises(ConfigurationError, match=f"HOROVOD_FT_TIMEOUT='{value}' is not a positive number of seconds"):
         Settings.from_environment({"HOROVOD_FT_TIMEOUT": value})
+
+
+@pytest.mark.parametrize("value", ["first", "-1", "1.5"])
+def test_an_attempt_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"HOROVOD_FT_ATTEMPT='{value}' is not a number"):
+        Settings.from_environment({"HOROVOD_FT_ATTEMPT": value})
 
 
 @pytest.mark.parametrize("value", ["", "zero", "-1", "1.5"])

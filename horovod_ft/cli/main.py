@@ -13,6 +13,7 @@ from horovod_ft.cli.chaos import chaos
 from horovod_ft.cli.doctor import doctor
 from horovod_ft.cli.policies import policies
 from horovod_ft.cli.report import report
+from horovod_ft.cli.run import Run, run
 from horovod_ft.errors import HorovodFtError
 from horovod_ft.version import __version__
 
@@ -31,6 +32,7 @@ app.command()(doctor)
 app.command()(report)
 # Options after the first word that is not ours belong to the command that is run.
 app.command(context_settings={"allow_interspersed_args": False})(chaos)
+app.command(cls=Run)(run)
 app.command()(policies)
 app.add_typer(checkpoints.app, name="checkpoints")
 

@@ -175,6 +175,11 @@ class LocalJob:
         """SIGKILL the worker with this start rank, by the process id in its first event."""
         os.kill(self.pid(start_rank), signal.SIGKILL)
 
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal to the launcher, as someone does who wants to end the job."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def pid(self, start_rank: int) -> int:
         for event in self.events():
             _, rank, pid = event.worker.rsplit(":", 2)

@@ -18,11 +18,11 @@ def test_version(call: Call) -> None:
 def test_help_names_all_commands(call: Call, flag: str) -> None:
     told = call(flag)
     assert told.code == 0
-    for command in ("doctor", "report", "chaos", "policies", "checkpoints"):
+    for command in ("run", "doctor", "report", "chaos", "policies", "checkpoints"):
         assert f" {command} " in told.out
 
 
-@pytest.mark.parametrize("command", ["doctor", "report", "chaos", "policies", "checkpoints"])
+@pytest.mark.parametrize("command", ["run", "doctor", "report", "chaos", "policies", "checkpoints"])
 def test_each_command_has_help(call: Call, command: str) -> None:
     told = call(command, "--help")
     assert told.code == 0

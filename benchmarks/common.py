@@ -40,20 +40,23 @@ def run_workers(
     env: Mapping[str, str] | None = None,
     timeout_s: float,
     fixed_hosts: bool = True,
+    launcher: Sequence[str] | None = None,
 ) -> LocalJob:
     """Run ``python -m benchmarks.workers.MODULE ARGUMENTS`` as an elastic job to its end; no process outlives it.
 
     Args:
         env: added to the environment of the workers; empty values remove a name.
         timeout_s: bound of the whole job.
-        fixed_hosts: as in ``LocalJob``.
+        fixed_hosts, launcher: as in ``LocalJob``.
 
     Raises:
         BenchmarkError: it failed or did not end in time; shows the end of its log.
     """
     command = [sys.executable, "-m", f"benchmarks.workers.{module}", *arguments]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    with LocalJob(command, workers, folder, env={"PYTHONPATH": path, **(env or {})}, fixed_hosts=fixed_hosts) as job:
+    with LocalJob(
+        command, workers, folder, env={"PYTHONPATH": path, **(env or {})}, fixed_hosts=fixed_hosts, launcher=launcher
+    ) as job:
         finished = job.wait(timeout_s)
     if finished.returncode != 0:
         ended = f"ended with status {finished.returncode}" if finished.returncode is not None else "had to be killed"

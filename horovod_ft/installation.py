@@ -40,8 +40,7 @@ def require_horovod(framework: str, extension: str) -> None:
     """
     if importlib.util.find_spec(framework) is None:
         raise InstallationError(f"{framework} is not installed: pip install 'horovod_ft[{framework}]'. Then: {REMEDY}")
-    if importlib.util.find_spec("horovod") is None:
-        raise InstallationError(f"Horovod is not installed. {REMEDY}")
+    require_launcher()
     try:
         importlib.import_module(framework)  # its libraries must be loaded before the extension
         importlib.import_module(f"horovod.{framework}.{extension}")
@@ -49,3 +48,13 @@ def require_horovod(framework: str, extension: str) -> None:
         raise InstallationError(
             f"Horovod is installed, but not for {framework} as it is here ({error}). {REMEDY}"
         ) from error
+
+
+def require_launcher() -> None:
+    """Make sure that Horovod's launcher is there, whatever Horovod was built for.
+
+    Raises:
+        InstallationError: it is not; the message holds the command that mends it.
+    """
+    if importlib.util.find_spec("horovod") is None:
+        raise InstallationError(f"Horovod is not installed. {REMEDY}")

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from horovod_ft.agent.budget import Budget
 from horovod_ft.agent.outcome import Ending, ending, judge
 from horovod_ft.agent.supervisor import Signals, attend
+from horovod_ft.installation import require_launcher
 from horovod_ft.settings import PREFIX, Settings
 
 LAUNCHER = (sys.executable, "-m", "horovod_ft.agent.launcher")
@@ -100,6 +101,7 @@ def run(
     again; 75 when it was lost and no restart is left; 128 + n when signal n ended it.
     """
     Settings.from_environment()  # what is misspelt would otherwise be told by each worker
+    require_launcher()
     budget = Budget(
         restarts, within_s=within, pause_s=backoff, longest_pause_s=longest_backoff, mono=time.monotonic
     )

@@ -238,6 +238,13 @@ def test_a_variable_that_is_misspelt(ran: Ran, attended: Attended, monkeypatch: 
     assert "HOROVOD_FT_POLCY" in told.err
 
 
+def test_without_horovod(ran: Ran, attended: Attended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_ft.installation.importlib.util.find_spec", lambda name: None)
+    told = ran()
+    assert (told.code, attended.commands) == (2, [])
+    assert "Horovod is not installed. Run scripts/install" in told.err
+
+
 @pytest.mark.parametrize(
     "options", [("--restarts", "-1"), ("--restarts", "many"), ("--backoff", "-1"), ("--discovery-interval", "0")]
 )

@@ -38,7 +38,8 @@ class Runtime:
         if settings.events is not None:
             self.bus.subscribe(EventWriter(settings.events, worker))
         self.ledger = Ledger(settings.ledger, worker)
-        self.injector = Injector(faults, settings.start_rank, settings.host, self.bus)
+        first = settings.attempt == 0  # each entry of a plan strikes once
+        self.injector = Injector(faults if first else (), settings.start_rank, settings.host, self.bus)
         self.binding = TorchBinding(settings.timeout_s, *arguments, **options)
         self.membership: Membership = (
             DriverMembership(self.binding, settings.timeout_s) if settings.elastic else StaticMembership(self.binding)

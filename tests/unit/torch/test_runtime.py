@@ -101,3 +101,14 @@ def test_events_are_written_into_their_folder(
     hvd.init()
     event = read_events(tmp_path)[0]
     assert (event.kind, event.rank, event.size) == ("init", 0, 1)
+
+
+@pytest.mark.parametrize(("attempt", "waiting"), [(0, 1), (1, 0)])
+def test_a_fault_plan_strikes_in_the_first_attempt_only(
+    horovod_calls: Started, monkeypatch: pytest.MonkeyPatch, attempt: int, waiting: int
+) -> None:
+    monkeypatch.setenv("HOROVOD_FT_FAULTS", '[[fault]]\nworker = 0\nstep = 1\nphase = "forward"')
+    monkeypatch.setenv("HOROVOD_FT_ATTEMPT", str(attempt))
+    hvd.init()
+    assert len(runtime.current().injector.waiting) == waiting
+    hvd.shutdown()

@@ -43,19 +43,25 @@ console = Console(highlight=False)
 
 @dataclass
 class Summary:
-    """What ``--json`` writes. ``gap_s`` is the longest of all workers', in seconds."""
+    """What ``--json`` writes. ``gap_s`` is the longest of all workers', in seconds.
+
+    ``ledger_exact``: every sample counted in full, exactly once an epoch. ``ledger_complete``: as that, but for
+    ``lossy_samples``, which lost weight when their step was carried forward.
+    """
 
     recoveries: list[dict[str, Any]]
     world_sizes: list[int]
     test_accuracy: float
     ledger_exact: bool
+    ledger_complete: bool
+    lossy_samples: int
     replicas_equal: bool
     steps: int
     seconds: float
 
     @property
     def good(self) -> bool:
-        return bool(self.recoveries) and self.ledger_exact and self.replicas_equal
+        return bool(self.recoveries) and self.ledger_complete and self.replicas_equal
 
 
 class Progress:
@@ -114,6 +120,8 @@ def summarize(finished: Finished, job: LocalJob) -> Summary:
         world_sizes=world_sizes(events),
         test_accuracy=max((result["test_accuracy"] for result in results), default=0.0),
         ledger_exact=ledger.exact,
+        ledger_complete=ledger.complete,
+        lossy_samples=sum(len(lossy.ids) for lossy in ledger.lossy.values()),
         replicas_equal=len(results) > 1 and len({(r["weights"], r["steps"]) for r in results}) == 1,
         steps=ledger.steps,
         seconds=finished.seconds,
@@ -131,11 +139,19 @@ def show(summary: Summary) -> None:
                       f"lost worker {recovery['lost']}, gap {recovery['gap_s']:.3f} s")  # fmt: skip
     table.add_row("workers over time", " -> ".join(map(str, summary.world_sizes)))
     table.add_row("test accuracy", f"{summary.test_accuracy:.1%}")
-    table.add_row("every sample exactly once an epoch", "yes" if summary.ledger_exact else "[red]NO[/red]")
+    table.add_row("every sample exactly once an epoch", samples(summary))
     table.add_row("replicas equal, bit by bit", "yes" if summary.replicas_equal else "[red]NO[/red]")
     table.add_row("steps", str(summary.steps))
     table.add_row("seconds, all processes started and ended", f"{summary.seconds:.1f}")
     console.print(table)
+
+
+def samples(summary: Summary) -> str:
+    if summary.ledger_exact:
+        return "yes"
+    if not summary.ledger_complete:
+        return "[red]NO[/red]"
+    return f"yes; {summary.lossy_samples} of the dead worker lost weight in one step"
 
 
 def main() -> int:

@@ -151,7 +151,7 @@ def samples(summary: Summary) -> str:
         return "yes"
     if not summary.ledger_complete:
         return "[red]NO[/red]"
-    return f"yes; {summary.lossy_samples} of the dead worker lost weight in one step"
+    return f"yes, but {summary.lossy_samples} samples lost weight"
 
 
 def main() -> int:

@@ -57,15 +57,16 @@ def go_back(
 def _restore(membership: Membership, copy: Copied, trainee: Trainee, committer: Committer) -> Verdict | None:
     """Restore one copy on its holders, and compare: who has the one that counts, and who another; None if none does."""
     copies = trainee.ft_copies()
-    if membership.group.rank in copy.holders:
+    rank = membership.group.rank
+    held = rank in copy.holders
+    if held:
         assert copies is not None
         copies.go_back(copy.step)
         committer.went_back(copy.step)
     else:
         committer.torn = True  # nobody may take its later state for the newest, if the group breaks meanwhile
-    mine = trainee.digest() if membership.group.rank in copy.holders else None
-    digests: list[int | None] = membership.comm.allgather_object(mine, "copies")
-    found = judge([digests[rank] or 0 for rank in copy.holders])
+    digests: list[int | None] = membership.comm.allgather_object(trainee.digest() if held else None, "copies")
+    found = judge([digests[holder] or 0 for holder in copy.holders])
     if found is None:
         return None
     verdict = Verdict(
@@ -73,9 +74,8 @@ def _restore(membership: Membership, copy: Copied, trainee: Trainee, committer: 
     )
     # Of the same step there may have been another copy, with other light state: all take that of one of them.
     root = verdict.healthy[0]
-    mine_is_it = membership.group.rank == root
-    light = membership.comm.broadcast_object(committer.export() if mine_is_it else None, root, "light")
-    if membership.group.rank in copy.holders:
+    light = membership.comm.broadcast_object(committer.export() if rank == root else None, root, "light")
+    if held:
         committer.adopt(light, light, Frontier(copy.step, 0), None)
     return verdict
 

@@ -143,12 +143,8 @@ class Steps:
             return False
         try:
             outcome = self._regrouping.recover(error, Resume.IN_PLACE, "update")
-        except Restarted as restarted:
-            self._lead_out(error, restarted)
-            raise
-        except BaseException as fatal:
-            self._leaving = True
-            self._fatal = fatal
+        except BaseException as up:
+            self._lead_out(error, up)
             raise
         if isinstance(outcome.decision, Forward):
             return True
@@ -169,28 +165,24 @@ class Steps:
             raise self._fatal  # training has ended, and the body does not know yet
         try:
             self._regrouping.go_back("step" if self.inside else "outside")
-        except Restarted as restarted:
+        except BaseException as up:
             if self.inside:
-                self._lead_out(restarted, restarted)
-            raise
-        except BaseException as fatal:
-            if self.inside:  # nor can the body change that training has ended
-                self._leaving = True
-                self._fatal = fatal
+                self._lead_out(up, up)
             raise
         raise AssertionError("unreachable")
 
     def _lead_out(self, error: BaseException, up: BaseException | None) -> None:
-        """The step is recovered, and its body has to end: what it still does on its way out will be undone.
+        """The body of the step has to end. Unless training does: what it still does on its way out will be undone.
 
         Args:
             error: what gradients and updates raise from now on.
-            up: what goes on up when the body is left.
+            up: what goes on up when the body is left, whatever it makes of it; None if the loop goes on.
         """
         self._leaving = True
         self._fatal = up
-        self._committer.begin()
-        self._trainee.refuse(error)
+        if up is None or isinstance(up, Restarted):
+            self._committer.begin()
+            self._trainee.refuse(error)
 
     def _left(self, error: BaseException | None) -> bool:
         """The body of a step is left whose failure ``broken_update`` has dealt with."""

@@ -87,13 +87,7 @@ def attend(command: Sequence[str], env: Mapping[str, str], signals: Signals, gra
         ConfigurationError: it cannot be started.
     """
     with _adopting() as left_over:
-        try:
-            process = subprocess.Popen(
-                command, env=env, start_new_session=True,
-                preexec_fn=bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
-            )  # fmt: skip
-        except OSError as error:
-            raise ConfigurationError(f"cannot run {command[0]}: {error.strerror or error}") from error
+        process = start(command, env)
         try:
             _until_ended(process, signals, grace_s)
         finally:
@@ -102,6 +96,21 @@ def attend(command: Sequence[str], env: Mapping[str, str], signals: Signals, gra
                 process.wait()
             _sweep(left_over)
     return process.returncode
+
+
+def start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a program with our standard streams, in a session of its own. It gets a SIGTERM when this process dies.
+
+    Raises:
+        ConfigurationError: it cannot be started.
+    """
+    try:
+        return subprocess.Popen(
+            command, env=env, start_new_session=True,
+            preexec_fn=bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigurationError(f"cannot run {command[0]}: {error.strerror or error}") from error
 
 
 def _until_ended(process: subprocess.Popen[bytes], signals: Signals, grace_s: float) -> None:

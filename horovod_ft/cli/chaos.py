@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from horovod_ft.agent.supervisor import ENDING, bound_to
+from horovod_ft.agent.supervisor import ENDING, start
 from horovod_ft.errors import ConfigurationError, FaultPlanError
 from horovod_ft.events import Event, read_events
 from horovod_ft.faults.plan import Fault, parse_plan
@@ -102,13 +101,7 @@ def run(command: Sequence[str], env: Mapping[str, str]) -> int:
     """
     sys.stdout.flush()
     with _forwarding() as forward_to:
-        try:
-            process = subprocess.Popen(
-                command, env=env, start_new_session=True,
-                preexec_fn=bound_to(os.getpid()),  # noqa: PLW1509  this process has one thread
-            )  # fmt: skip
-        except OSError as error:
-            raise ConfigurationError(f"cannot run {command[0]}: {error.strerror or error}") from error
+        process = start(command, env)
         forward_to(process.pid)
         code = process.wait()
     return 128 - code if code < 0 else code

@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint consists of. It is written last, and its presence makes the folder a checkpoint.
 
-The file is an envelope with the format, its version and a checksum of the body, so that a reader can tell a damaged
-manifest from a newer one before it looks into the body. Nothing in it is trusted: names are checked here, before
+The file is an envelope with the format, its version and a checksum of that version and the body, so that a reader can
+tell a damaged manifest from a newer one before it looks into the body. Nothing in it is trusted: names are checked here, before
 anybody joins them to a path.
 """
 
@@ -106,7 +106,7 @@ def encode(manifest: Manifest) -> bytes:
     if problem:
         raise CheckpointError(f"cannot save step {manifest.step}: {problem}")
     body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Envelope(FORMAT, VERSION, checksum(body), msgspec.Raw(body)))
+    return msgspec.json.encode(_Envelope(FORMAT, VERSION, _seal(VERSION, body), msgspec.Raw(body)))
 
 
 def decode(data: bytes, folder: str) -> Manifest:
@@ -122,7 +122,7 @@ def decode(data: bytes, folder: str) -> Manifest:
             "newer horovod_ft"
         )
     body = bytes(envelope.manifest)
-    if checksum(body) != envelope.checksum:
+    if envelope.checksum != _seal(envelope.version, body):
         raise DamagedCheckpointError("its manifest has been altered: its checksum is another one")
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -134,6 +134,11 @@ def decode(data: bytes, folder: str) -> Manifest:
     if manifest.folder != folder:
         raise DamagedCheckpointError(f"its manifest is that of {manifest.folder}")
     return manifest
+
+
+def _seal(version: int, body: bytes) -> str:
+    """The checksum of a body, and of the version by which it is to be read."""
+    return checksum(b"%d %b" % (version, body))
 
 
 def _open(data: bytes) -> _Envelope:

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from horovod_ft.checkpoint.checksum import checksum
 from horovod_ft.checkpoint.manifest import FORMAT, VERSION, Manifest, ValuesRecord, decode, encode
@@ -47,7 +45,8 @@ def unchecked(manifest: Manifest) -> bytes:
 
 
 def enveloped(body: bytes, **fields: Any) -> bytes:
-    envelope = {"format": FORMAT, "version": VERSION, "checksum": checksum(body), **fields}
+    seal = checksum(f"{VERSION} ".encode() + body)
+    envelope = {"format": FORMAT, "version": VERSION, "checksum": seal, **fields}
     return json.dumps(envelope)[:-1].encode() + b', "manifest": ' + body + b"}"
 
 
@@ -74,18 +73,30 @@ def test_a_step_of_zero_may_be_saved() -> None:
 # --- damage --------------------------------------------------------------------------------------------------------
 
 
-@given(st.data())
-def test_any_flipped_bit_is_found(data: st.DataObject) -> None:
-    bad = bytearray(encode(MANIFEST))
-    bad[data.draw(st.integers(0, len(bad) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(DamagedCheckpointError):
-        decode(bytes(bad), FOLDER)
+def is_damaged(data: bytes) -> bool:
+    try:
+        decode(data, FOLDER)
+    except DamagedCheckpointError:
+        return True
+    return False
 
 
-@given(st.integers(0, len(encode(MANIFEST)) - 1))
-def test_a_manifest_that_is_cut_short_is_found(length: int) -> None:
-    with pytest.raises(DamagedCheckpointError, match="cut short"):
-        decode(encode(MANIFEST)[:length], FOLDER)
+def test_any_flipped_bit_is_found() -> None:
+    good = encode(MANIFEST)
+    missed = []
+    for place in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[place // 8] ^= 1 << place % 8
+        if not is_damaged(bytes(bad)):
+            missed.append(place)
+    assert not missed
+
+
+def test_a_manifest_that_is_cut_short_is_found() -> None:
+    good = encode(MANIFEST)
+    for length in range(len(good)):
+        with pytest.raises(DamagedCheckpointError, match="cut short"):
+            decode(good[:length], FOLDER)
 
 
 def test_an_altered_body_is_told_as_that() -> None:

@@ -1,8 +1,8 @@
 """The manifest: what a checkpoint consists of. It is written last, and its presence makes the folder a checkpoint.
 
 The file is an envelope with the format, its version and a checksum of that version and the body, so that a reader can
-tell a damaged manifest from a newer one before it looks into the body. Nothing in it is trusted: names are checked here, before
-anybody joins them to a path.
+tell a damaged manifest from a newer one before it looks into the body. Nothing in it is trusted: names are checked
+here, before anybody joins them to a path.
 """
 
 from __future__ import annotations

@@ -22,15 +22,21 @@ from horovod_ft.errors import FaultPlanError
 
 Phase = Literal[
     "data", "forward", "backward", "allreduce", "optimizer", "commit", "reform", "sync", "agreement", "transfer",
-    "completion",
+    "completion", "restore", "save_copy", "save_write", "save_sync", "save_manifest", "save_done",
 ]
 Kind = Literal["kill", "exception", "stop", "slow", "lose", "bitflip", "nan"]
 PHASES: tuple[str, ...] = get_args(Phase)
 KINDS: tuple[str, ...] = get_args(Kind)
 #: Phases of a recovery. Their ``step`` is the first step at which they may fire: which step a recovery goes on from
 #: depends on the failure. ``sync`` stands for ``agreement``, under Horovod's name;
-#: ``completion`` is that of an update's gradients, in lossy forward recovery.
-RECOVERY_PHASES = ("reform", "sync", "agreement", "transfer", "completion")
+#: ``completion`` is that of an update's gradients, in lossy forward recovery; ``restore`` comes when half of a
+#: checkpoint's shards are read.
+RECOVERY_PHASES = ("reform", "sync", "agreement", "transfer", "completion", "restore")
+#: Phases of saving a checkpoint. Their ``step`` is the one that it holds. ``save_copy`` is on the training thread,
+#: before anything is copied; all others are beside it: ``save_write`` with half of this worker's shard written,
+#: ``save_sync`` with all of it written and nothing brought to the disk; ``save_manifest`` and ``save_done`` before and
+#: after the manifest is put in place, on the worker that does that, which is rank 0.
+SAVE_PHASES = ("save_copy", "save_write", "save_sync", "save_manifest", "save_done")
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
-#: Bytes that are hashed and then written, or read and then hashed, while they are in the cache of a core.
+#: Bytes that are hashed and then written, or read and then hashed, while they are in the cache of a core. xxhash lets
+#: other threads run while it hashes as many (from about 100 kB on), so a background thread does not hold training up.
 CHUNK = 2**20
 _PREFIX = "xxh3_128:"
 

@@ -34,7 +34,7 @@ _LEAST_HEADER = 10
 
 
 class ValuesRecord(msgspec.Struct, frozen=True):
-    """What the manifest says of the document with everything that is no tensor.
+    """What the manifest says of a document with values: those of one worker alone, or all others.
 
     Attributes:
         pickled: paths of the values that are pickled in it; reading those runs code.
@@ -57,6 +57,8 @@ class Manifest(msgspec.Struct, frozen=True):
         versions: of horovod_ft, python and what else the writer names.
         tensors: all of them, in the order in which they were cut into shards.
         shards: by the rank of the worker that wrote them.
+        workers: the document beside each shard, in the same order.
+        values: the document with everything that is no tensor and not of one worker alone.
     """
 
     step: int
@@ -66,6 +68,7 @@ class Manifest(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     tensors: tuple[TensorSpec, ...]
     shards: tuple[ShardRecord, ...]
+    workers: tuple[ValuesRecord, ...]
     values: ValuesRecord
 
     @property
@@ -79,14 +82,20 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Of all shards and the values."""
-        return sum(shard.nbytes for shard in self.shards) + self.values.nbytes
+        """Of all files but the manifest."""
+        return sum(nbytes for nbytes, _ in self.files.values())
+
+    @property
+    def pickled(self) -> tuple[str, ...]:
+        """Paths of what is pickled in any of the documents, each once."""
+        documents = [self.values, *self.workers]
+        return tuple(dict.fromkeys(path for document in documents for path in document.pickled))
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
         """Bytes and checksum of every file but the manifest, by name."""
         shards = {shard.file: (shard.nbytes, shard.checksum) for shard in self.shards}
-        return {**shards, self.values.file: (self.values.nbytes, self.values.checksum)}
+        return {**shards, **{one.file: (one.nbytes, one.checksum) for one in (*self.workers, self.values)}}
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -166,6 +175,11 @@ def _problem(manifest: Manifest) -> str:
             return f"{shard.file!r} is not the name of shard {rank + 1} of {manifest.size}"
         if shard.nbytes - shard.payload < _LEAST_HEADER:
             return f"{shard.file} has {shard.nbytes} bytes, and its pieces {shard.payload}"
+    if len(manifest.workers) != manifest.size:
+        return f"it has {len(manifest.workers)} files of workers for {manifest.size} shards"
+    for rank, worker in enumerate(manifest.workers):
+        if layout.parse_worker(worker.file) != (rank, manifest.size):
+            return f"{worker.file!r} is not the name of worker {rank + 1} of {manifest.size}"
     if manifest.values.file != layout.VALUES:
         return f"{manifest.values.file!r} is not the name of the values"
     for file, (_, text) in manifest.files.items():

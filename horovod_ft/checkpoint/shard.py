@@ -62,6 +62,11 @@ def header(parts: Sequence[Part]) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
+def length(parts: Sequence[Part]) -> int:
+    """Bytes of a file that holds these parts."""
+    return len(header(parts)) + sum(len(part.data) for part in parts)
+
+
 def stream(parts: Sequence[Part], hasher: Hasher) -> Iterator[bytes | memoryview]:
     """The file's bytes, hashed as they are taken."""
     yield from hasher.through([header(parts), *(part.data for part in parts)])

@@ -1,8 +1,9 @@
 """The checkpoint store: what a job calls to save and to restore. Calls no collectives and starts no threads.
 
-To save, one worker calls ``begin`` and tells the others the folder. Then every worker writes its shard, one of them the
-values, and their records go to the one that calls ``commit`` once all have written. Until then there is no checkpoint.
-To restore, one worker picks ``newest_valid`` and tells the others; each reads the shards that ``plan_read`` gives it.
+To save, all workers agree on a step and an attempt, which name the folder. Each writes its shard and then the document
+beside it, and one of them the other values. That one waits until nobody is ``unwritten``, reads what was ``written``,
+and calls ``commit``. Until then there is no checkpoint. To restore, one worker picks ``newest_valid`` and tells the
+others; each reads the shards that ``plan_read`` gives it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from horovod_ft.checkpoint import inspection, layout, shard, values
 from horovod_ft.checkpoint import manifest as manifests
+from horovod_ft.checkpoint import worker as workers
 from horovod_ft.checkpoint.checksum import Hasher, checksum
 from horovod_ft.checkpoint.inspection import Candidate, Level
 from horovod_ft.checkpoint.manifest import Manifest, ValuesRecord
@@ -22,6 +26,7 @@ from horovod_ft.checkpoint.partition import Part, Piece, deal
 from horovod_ft.checkpoint.shard import ShardRecord
 from horovod_ft.checkpoint.storage import Storage, explained, storage_for
 from horovod_ft.checkpoint.tensors import Tensor, TensorSpec, check_fits
+from horovod_ft.checkpoint.worker import WorkerDocument
 from horovod_ft.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 from horovod_ft.version import __version__
 
@@ -61,7 +66,8 @@ class CheckpointStore:
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, attempt: str) -> str:
-        """Make the folder of a new checkpoint, on one worker; the others need only its name.
+        """Make the folder of a new checkpoint, on one worker, to be sure that it is new. Whoever writes into a folder
+        that is not there makes it too.
 
         Args:
             step: committed steps.
@@ -78,21 +84,49 @@ class CheckpointStore:
             self.storage.create(folder)
         return folder
 
-    def write_shard(self, folder: str, rank: int, size: int, parts: Sequence[Part]) -> ShardRecord:
+    def write_shard(
+        self,
+        folder: str,
+        rank: int,
+        size: int,
+        parts: Sequence[Part],
+        *,
+        told: Callable[[int, int], None] = lambda done, total: None,
+    ) -> ShardRecord:
         """Write the shard of worker ``rank`` of ``size``; on return it is on the disk.
 
         Args:
             parts: what this worker has to write, see ``partition.parts``. Their memory must not change meanwhile.
+            told: called with the bytes of the file that the storage has taken, and with those that it has in all:
+                before each chunk, and once after the last one, before it is brought to the disk. An error that it
+                raises ends the writing, and is raised as it is or, by some storages, as a StorageError.
 
         Raises:
             StorageError: it cannot be written. Nothing is left that counts as a checkpoint.
         """
         file, hasher, parts = layout.shard_name(rank, size), Hasher(), shard.ordered(parts)
-        self._write(folder, file, shard.stream(parts, hasher))
+        self._write(folder, file, _telling(shard.stream(parts, hasher), told, shard.length(parts)))
         return ShardRecord(file, hasher.nbytes, hasher.text(), tuple(part.piece for part in parts))
 
+    def write_worker(self, folder: str, rank: int, size: int, record: ShardRecord, value: Any) -> ValuesRecord:
+        """Write the document of worker ``rank`` beside its shard, after that.
+
+        Args:
+            record: of its shard.
+            value: what only this worker has; see ``values`` for what can be written.
+
+        Raises:
+            UnsupportedStateError: something in it cannot be saved; names its path.
+            StorageError: it cannot be written.
+        """
+        text, pickled = values.dump(value, allow_pickle=self._allow_pickle)
+        document = workers.encode(WorkerDocument(record, msgspec.Raw(text), pickled))
+        file = layout.worker_name(rank, size)
+        self._write(folder, file, [document])
+        return ValuesRecord(file, len(document), checksum(document), pickled)
+
     def write_values(self, folder: str, value: Any) -> ValuesRecord:
-        """Write everything that is no tensor, on one worker; see ``values`` for what can be written.
+        """Write everything else that is no tensor, on one worker; see ``values`` for what can be written.
 
         Raises:
             UnsupportedStateError: something in it cannot be saved; names its path.
@@ -102,11 +136,35 @@ class CheckpointStore:
         self._write(folder, layout.VALUES, [document])
         return ValuesRecord(layout.VALUES, len(document), checksum(document), pickled)
 
+    def unwritten(self, folder: str, size: int) -> list[int]:
+        """Ranks of the workers that have not written all of their part yet, as far as this worker sees.
+
+        Raises:
+            StorageError: the folder cannot be listed. That it is not there is no error.
+        """
+        with explained("look at", self.url, folder):
+            sizes = self.storage.sizes(folder)
+        return [rank for rank in range(size) if layout.worker_name(rank, size) not in sizes]
+
+    def written(self, folder: str, rank: int, size: int) -> tuple[ShardRecord, ValuesRecord]:
+        """What worker ``rank`` has written, by its own word: its shard, and the document beside it.
+
+        Raises:
+            DamagedCheckpointError: the document is not there, or is damaged.
+            StorageError: it cannot be read.
+        """
+        file = layout.worker_name(rank, size)
+        with inspection.opened(self.storage, folder, file) as opened:
+            data = opened.read()
+        document = workers.decode(data, f"{self.url}/{folder}: {file}")
+        return document.shard, ValuesRecord(file, len(data), checksum(data), document.pickled)
+
     def commit(
         self,
         folder: str,
         tensors: Sequence[TensorSpec],
         shards: Sequence[ShardRecord],
+        documents: Sequence[ValuesRecord],
         record: ValuesRecord,
         *,
         generation: int = 0,
@@ -116,7 +174,7 @@ class CheckpointStore:
 
         Args:
             tensors: all, as they were cut.
-            shards: of all workers, by rank.
+            shards, documents: of all workers, by rank.
             record: of the values.
             generation: of the group.
             versions: of frameworks, by name; those of horovod_ft and Python are added.
@@ -127,11 +185,12 @@ class CheckpointStore:
         """
         place = layout.parse_folder(folder)
         if place is None:
-            raise CheckpointError(f"{folder!r} is no name of a checkpoint: use that which begin() returned")
+            raise CheckpointError(f"{folder!r} is no name of a checkpoint: use that which layout.folder_name() makes")
         told = {"horovod_ft": __version__, "python": platform.python_version(), **(versions or {})}
         manifest = Manifest(
-            place.step, place.attempt, generation, self._wall(), told, tuple(tensors), tuple(shards), record
-        )
+            place.step, place.attempt, generation, self._wall(), told, tuple(tensors), tuple(shards),
+            tuple(documents), record,
+        )  # fmt: skip
         data = manifests.encode(manifest)
         with explained("look at", self.url, folder):
             problem = inspection.missing(manifest, self.storage.sizes(folder))
@@ -227,19 +286,32 @@ class CheckpointStore:
             self.read_shard(manifest, index, into)
 
     def read_values(self, manifest: Manifest) -> Any:
-        """Everything that is no tensor.
+        """Everything that is no tensor, but for the values that are of one worker alone.
 
         Raises:
             DamagedCheckpointError: it is damaged.
             UnsupportedStateError: it holds pickled values, and ``allow_pickle`` is False.
             StorageError: it cannot be read.
         """
-        record = manifest.values
+        return values.load(self._document(manifest, manifest.values), allow_pickle=self._allow_pickle)
+
+    def read_worker(self, manifest: Manifest, rank: int) -> Any:
+        """The values that only worker ``rank`` of those that saved had.
+
+        Raises:
+            DamagedCheckpointError, UnsupportedStateError, StorageError: as ``read_values``.
+        """
+        record = manifest.workers[rank]
+        data = self._document(manifest, record)
+        document = workers.decode(data, f"{self.url}/{manifest.folder}: {record.file}")
+        return values.load(bytes(document.values), allow_pickle=self._allow_pickle)
+
+    def _document(self, manifest: Manifest, record: ValuesRecord) -> bytes:
         with inspection.opened(self.storage, manifest.folder, record.file) as file:
             document = file.read(record.nbytes + 1)
         if len(document) != record.nbytes or checksum(document) != record.checksum:
             raise DamagedCheckpointError(f"{self.url}/{manifest.folder}: {record.file} has been altered")
-        return values.load(document, allow_pickle=self._allow_pickle)
+        return document
 
     # --- clearing away ---------------------------------------------------------------------------------------------
 
@@ -259,3 +331,14 @@ class CheckpointStore:
             raise CheckpointError(f"{folder!r} is not named as a checkpoint: delete it by hand if it is not needed")
         with explained("delete", self.url, folder):
             self.storage.delete(folder, layout.MANIFEST)
+
+
+def _telling(
+    chunks: Iterable[bytes | memoryview], told: Callable[[int, int], None], total: int
+) -> Iterator[bytes | memoryview]:
+    done = 0
+    for chunk in chunks:
+        told(done, total)
+        yield chunk
+        done += len(chunk)
+    told(done, total)

@@ -71,7 +71,7 @@ def show(
     manifest = store.newest_valid() if step is None else of_step(store, step)
     console = Console()
     console.print(summary(manifest), soft_wrap=True)
-    console.print(shard_table(manifest))
+    console.print(file_table(manifest))
     if tensors:
         console.print(tensor_table(manifest))
 
@@ -157,28 +157,30 @@ def of_step(store: CheckpointStore, step: int) -> Manifest:
 
 def summary(manifest: Manifest) -> Text:
     """One line a fact."""
-    pickled = ", ".join(manifest.values.pickled)
+    pickled = ", ".join(manifest.pickled)
+    values = size(sum(one.nbytes for one in (manifest.values, *manifest.workers)))
     facts = {
         "checkpoint": manifest.folder,
         "step": str(manifest.step),
         "saved": f"{moment(manifest.created)}, by {manifest.size} workers of generation {manifest.generation}",
         "with": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
         "tensors": f"{len(manifest.tensors)}, {size(sum(spec.nbytes for spec in manifest.tensors))}",
-        "values": f"{size(manifest.values.nbytes)}{f', with pickles of {pickled}' if pickled else ''}",
+        "values": f"{values}{f', with pickles of {pickled}' if pickled else ''}",
     }
     width = max(map(len, facts))
     return Text("\n").join(Text.assemble((f"{name:{width}}  ", "bold"), fact) for name, fact in facts.items())
 
 
-def shard_table(manifest: Manifest) -> Table:
-    """One row a shard."""
+def file_table(manifest: Manifest) -> Table:
+    """One row a file, but for the manifest."""
+    pieces = {shard.file: str(len(shard.pieces)) for shard in manifest.shards}
     rows = Table(box=box.SIMPLE)
-    rows.add_column("shard", no_wrap=True)
+    rows.add_column("file", no_wrap=True)
     for title in ("size", "pieces"):
         rows.add_column(title, justify="right")
     rows.add_column("checksum", overflow="fold")
-    for shard in manifest.shards:
-        rows.add_row(shard.file, size(shard.nbytes), str(len(shard.pieces)), shard.checksum)
+    for file, (nbytes, text) in manifest.files.items():
+        rows.add_row(file, size(nbytes), pieces.get(file, ""), text)
     return rows
 
 

@@ -67,11 +67,12 @@ def _state(seed: int) -> list[Tensor]:
 def _begin(store: CheckpointStore, step: int, size: int = 2) -> tuple[str, Callable[[], Manifest]]:
     """Everything but the manifest, all shards at the same time; the second value writes that."""
     state, folder = _state(step), store.begin(step, "kit")
-    with ThreadPoolExecutor(size) as workers:
-        written = workers.map(lambda rank: store.write_shard(folder, rank, size, parts(state, rank, size)), range(size))
+    with ThreadPoolExecutor(size) as threads:
+        written = threads.map(lambda rank: store.write_shard(folder, rank, size, parts(state, rank, size)), range(size))
         shards = list(written)
+    workers = [store.write_worker(folder, rank, size, shard, {"rank": rank}) for rank, shard in enumerate(shards)]
     values = store.write_values(folder, {"step": step})
-    return folder, lambda: store.commit(folder, [one.spec for one in state], shards, values)
+    return folder, lambda: store.commit(folder, [one.spec for one in state], shards, workers, values)
 
 
 def _save(store: CheckpointStore, step: int, size: int = 2) -> Manifest:
@@ -83,9 +84,9 @@ def _restored(store: CheckpointStore, manifest: Manifest) -> bool:
     state = _state(manifest.step)
     room = [tensor(one.spec.name, one.spec.dtype, one.spec.shape, bytearray(one.spec.nbytes)) for one in state]
     store.read(manifest, room)
-    return [one.data for one in room] == [one.data for one in state] and store.read_values(manifest) == {
-        "step": manifest.step
-    }
+    own = [store.read_worker(manifest, rank)["rank"] for rank in range(manifest.size)]
+    same_values = store.read_values(manifest) == {"step": manifest.step} and own == list(range(manifest.size))
+    return same_values and [one.data for one in room] == [one.data for one in state]
 
 
 def _content(store: CheckpointStore, folder: str, file: str) -> bytes:

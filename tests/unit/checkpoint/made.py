@@ -26,6 +26,11 @@ def tensors(seed: int = 0) -> list[Tensor]:
     ]
 
 
+def local(rank: int) -> dict[str, Any]:
+    """The values of one worker alone."""
+    return {"draws": (rank, 2**70), "running_mean": float("nan")}
+
+
 def blank(like: list[Tensor]) -> list[Tensor]:
     """Room for these tensors."""
     return [tensor(one.spec.name, one.spec.dtype, one.spec.shape, bytearray(one.spec.nbytes)) for one in like]
@@ -40,9 +45,10 @@ def half(store: CheckpointStore, step: int, attempt: str = "a", size: int = 2) -
     state = tensors(step)
     folder = store.begin(step, attempt)
     shards = [store.write_shard(folder, rank, size, parts(state, rank, size)) for rank in range(size)]
+    workers = [store.write_worker(folder, rank, size, shard, local(rank)) for rank, shard in enumerate(shards)]
     values = store.write_values(folder, VALUES)
     specs = [one.spec for one in state]
-    return folder, lambda: store.commit(folder, specs, shards, values, generation=4, versions={"torch": "2.0"})
+    return folder, lambda: store.commit(folder, specs, shards, workers, values, generation=4, versions={"torch": "2.0"})
 
 
 def save(store: CheckpointStore, step: int, attempt: str = "a", size: int = 2) -> Manifest:

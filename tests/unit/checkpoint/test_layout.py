@@ -16,7 +16,9 @@ from horovod_ft.checkpoint.layout import (
     new_attempt,
     parse_folder,
     parse_shard,
+    parse_worker,
     shard_name,
+    worker_name,
 )
 from horovod_ft.errors import UsageError
 
@@ -76,7 +78,26 @@ def test_other_names_are_no_shard(name: str) -> None:
     assert parse_shard(name) is None
 
 
-@pytest.mark.parametrize("name", [MANIFEST, VALUES, MANIFEST + TEMPORARY, shard_name(0, 1), folder_name(0, "a")])
+def test_a_worker_has_a_file_beside_its_shard() -> None:
+    assert worker_name(1, 4) == "worker-00002-of-00004.json"
+    assert parse_worker("worker-00002-of-00004.json") == (1, 4)
+
+
+def test_there_is_no_file_of_a_worker_that_does_not_exist() -> None:
+    with pytest.raises(UsageError, match="no worker -1 of 4"):
+        worker_name(-1, 4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["worker-00000-of-00004.json", "worker-00005-of-00004.json", "worker-00001-of-00004.safetensors",
+     "../worker-00001-of-00004.json", "worker-00001-of-00004.json.tmp", "shard-00001-of-00004.json"],
+)  # fmt: skip
+def test_other_names_are_no_file_of_a_worker(name: str) -> None:
+    assert parse_worker(name) is None
+
+
+@pytest.mark.parametrize("name", [MANIFEST, VALUES, MANIFEST + TEMPORARY, shard_name(0, 1), worker_name(0, 1)])
 def test_our_own_names_can_be_joined_to_a_path(name: str) -> None:
     assert is_plain(name)
 

@@ -24,9 +24,11 @@ from horovod_ft.errors import (
 SUM = checksum(b"")
 FIRST = ShardRecord("shard-00001-of-00002.safetensors", 108, SUM, (Piece("w", 0, 8),))
 SECOND = ShardRecord("shard-00002-of-00002.safetensors", 108, SUM, (Piece("w", 8, 16),))
+ONE = ValuesRecord("worker-00001-of-00002.json", 30, SUM)
+TWO = ValuesRecord("worker-00002-of-00002.json", 30, SUM, ("state.odd",))
 MANIFEST = Manifest(
     12, "a1", 3, 1000.5, {"python": "3.11"}, (TensorSpec("w", "F32", (4,)),), (FIRST, SECOND),
-    ValuesRecord("values.json", 2, SUM),
+    (ONE, TWO), ValuesRecord("values.json", 2, SUM),
 )  # fmt: skip
 FOLDER = "step-0000000012-a1"
 
@@ -37,6 +39,10 @@ def altered(**fields: Any) -> Manifest:
 
 def with_shard(**fields: Any) -> Manifest:
     return altered(shards=(msgspec.structs.replace(FIRST, **fields), SECOND))
+
+
+def with_worker(**fields: Any) -> Manifest:
+    return altered(workers=(msgspec.structs.replace(ONE, **fields), TWO))
 
 
 def unchecked(manifest: Manifest) -> bytes:
@@ -61,8 +67,15 @@ def test_it_is_json_that_others_can_read() -> None:
 
 
 def test_it_knows_its_folder_its_files_and_their_bytes() -> None:
-    assert (MANIFEST.folder, MANIFEST.size, MANIFEST.nbytes) == (FOLDER, 2, 218)
-    assert MANIFEST.files == {FIRST.file: (108, SUM), SECOND.file: (108, SUM), "values.json": (2, SUM)}
+    assert (MANIFEST.folder, MANIFEST.size, MANIFEST.nbytes) == (FOLDER, 2, 278)
+    assert MANIFEST.files == {
+        FIRST.file: (108, SUM), SECOND.file: (108, SUM), ONE.file: (30, SUM), TWO.file: (30, SUM),
+        "values.json": (2, SUM),
+    }  # fmt: skip
+
+
+def test_it_knows_what_is_pickled_in_any_of_its_documents() -> None:
+    assert MANIFEST.pickled == ("state.odd",)
 
 
 def test_a_step_of_zero_may_be_saved() -> None:
@@ -132,12 +145,16 @@ WRONG = {
     "absolute names": (with_shard(file="/etc/passwd"), "not the name of shard 1 of 2"),
     "the name of another shard": (with_shard(file=SECOND.file), "not the name of shard 1 of 2"),
     "another name of the values": (altered(values=ValuesRecord("../v", 2, SUM)), "not the name of the values"),
+    "a worker's file that leaves the folder": (with_worker(file="../w"), "'../w' is not the name of worker 1 of 2"),
+    "the file of another worker": (with_worker(file=TWO.file), "is not the name of worker 1 of 2"),
+    "no checksum of a worker's file": (with_worker(checksum="none"), "'none' is no checksum of worker-00001"),
+    "a worker's file that is missing": (altered(workers=(ONE,)), "1 files of workers for 2 shards"),
     "an attempt that leads elsewhere": (altered(attempt="../a"), "name no folder"),
     "a negative step": (altered(step=-1), "name no folder"),
     "no checksum": (with_shard(checksum="none"), "'none' is no checksum of shard-00001"),
     "a shard that is too short": (with_shard(nbytes=9), "has 9 bytes, and its pieces 8"),
     "a piece that is missing": (with_shard(pieces=()), "after byte 0 of 'w' comes a piece from 8"),
-    "no shards": (altered(shards=()), "have 0 of its 16 bytes"),
+    "no shards": (altered(shards=(), workers=()), "have 0 of its 16 bytes"),
     "a piece of nothing": (with_shard(pieces=(Piece("v", 0, 8),)), "which is no tensor of it"),
 }
 

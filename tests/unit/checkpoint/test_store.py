@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from horovod_ft.checkpoint.checksum import CHUNK
 from horovod_ft.checkpoint.inspection import Level, Status
+from horovod_ft.checkpoint.layout import folder_name
 from horovod_ft.checkpoint.local import LocalStorage
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.partition import parts
@@ -27,10 +31,11 @@ from horovod_ft.errors import (
     UsageError,
 )
 from horovod_ft.version import __version__
-from tests.unit.checkpoint.made import VALUES, blank, content, half, problems, save, tensors
+from tests.unit.checkpoint.made import VALUES, blank, content, half, local, problems, save, tensors
 
 FIRST = "shard-00001-of-00002.safetensors"
 SECOND = "shard-00002-of-00002.safetensors"
+OWN = "worker-00002-of-00002.json"
 
 
 @pytest.fixture
@@ -103,12 +108,118 @@ def test_pickled_values_need_permission_on_both_sides(tmp_path: Path) -> None:
     state = tensors()
     folder = free.begin(1, "a")
     shard = free.write_shard(folder, 0, 1, parts(state, 0, 1))
+    worker = free.write_worker(folder, 0, 1, shard, {"own": {4}})
     record = free.write_values(folder, {"odd": {3}})
-    manifest = free.commit(folder, [one.spec for one in state], [shard], record)
-    assert strict.newest_valid().values.pickled == ("state.odd",)
+    manifest = free.commit(folder, [one.spec for one in state], [shard], [worker], record)
+    assert strict.newest_valid().pickled == ("state.odd", "state.own")
     with pytest.raises(UnsupportedStateError, match=r"^state\.odd was saved with pickle"):
         strict.read_values(manifest)
+    with pytest.raises(UnsupportedStateError, match=r"^state\.own was saved with pickle"):
+        strict.read_worker(manifest, 0)
     assert free.read_values(manifest) == {"odd": {3}}
+    assert free.read_worker(manifest, 0) == {"own": {4}}
+
+
+def test_each_worker_has_values_of_its_own_bit_for_bit(store: CheckpointStore) -> None:
+    manifest = save(store, 7)
+    for rank in (0, 1):
+        found = store.read_worker(manifest, rank)
+        assert found["draws"] == local(rank)["draws"]
+        assert math.isnan(found["running_mean"])
+
+
+def test_own_values_that_need_pickle_are_refused_with_their_path(store: CheckpointStore) -> None:
+    folder = folder_name(1, "a")
+    shard = store.write_shard(folder, 0, 1, [])
+    with pytest.raises(UnsupportedStateError, match=r"^state\.odd: a set"):
+        store.write_worker(folder, 0, 1, shard, {"odd": {3}})
+    assert store.unwritten(folder, 1) == [0]
+
+
+def test_whoever_writes_first_makes_the_folder(store: CheckpointStore) -> None:
+    folder = folder_name(1, "a")
+    store.write_shard(folder, 1, 2, parts(tensors(), 1, 2))
+    assert [one.folder for one in store.candidates()] == [folder]
+
+
+# --- what workers tell each other through the store ----------------------------------------------------------------
+
+
+def test_who_has_not_written_yet_is_known(store: CheckpointStore) -> None:
+    folder, state = folder_name(7, "a"), tensors()
+    assert store.unwritten(folder, 3) == [0, 1, 2]
+    shard = store.write_shard(folder, 1, 3, parts(state, 1, 3))
+    assert store.unwritten(folder, 3) == [0, 1, 2]
+    store.write_worker(folder, 1, 3, shard, None)
+    assert store.unwritten(folder, 3) == [0, 2]
+
+
+def test_what_a_worker_has_written_is_read_by_the_one_that_commits(store: CheckpointStore) -> None:
+    folder, state = folder_name(7, "a"), tensors()
+    shard = store.write_shard(folder, 0, 1, parts(state, 0, 1))
+    worker = store.write_worker(folder, 0, 1, shard, local(0))
+    assert store.written(folder, 0, 1) == (shard, worker)
+
+
+def test_what_is_pickled_is_told_to_the_one_that_commits(tmp_path: Path) -> None:
+    free, folder = CheckpointStore(tmp_path, allow_pickle=True), folder_name(7, "a")
+    free.write_worker(folder, 0, 1, free.write_shard(folder, 0, 1, []), {"odd": {3}})
+    assert CheckpointStore(tmp_path).written(folder, 0, 1)[1].pickled == ("state.odd",)
+
+
+def test_any_flipped_bit_of_what_a_worker_tells_is_found(store: CheckpointStore) -> None:
+    folder = folder_name(7, "a")
+    store.write_worker(folder, 0, 1, store.write_shard(folder, 0, 1, []), 5)
+    path = Path(store.url) / folder / "worker-00001-of-00001.json"
+    good, missed = path.read_bytes(), []
+    for place in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[place // 8] ^= 1 << place % 8
+        path.write_bytes(bad)
+        try:
+            store.written(folder, 0, 1)
+            missed.append(place)
+        except DamagedCheckpointError:
+            pass
+    assert not missed
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}"])
+def test_a_worker_file_that_cannot_be_read_is_told_with_its_name(store: CheckpointStore, data: bytes) -> None:
+    folder = folder_name(7, "a")
+    store.storage.write(folder, "worker-00001-of-00001.json", [data])
+    with pytest.raises(DamagedCheckpointError, match=rf"{folder}: worker-00001-of-00001\.json cannot be read"):
+        store.written(folder, 0, 1)
+
+
+def test_the_bytes_of_a_shard_are_told_before_each_chunk_and_before_they_are_brought_to_the_disk(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments: list[object] = []
+    sync = os.fsync
+
+    def seen(fd: int) -> None:
+        moments.append("fsync")
+        sync(fd)
+
+    state = [tensor("long", "U8", (CHUNK + 5,), bytearray(CHUNK + 5))]
+    folder = store.begin(7, "a")
+    monkeypatch.setattr(os, "fsync", seen)
+    shard = store.write_shard(folder, 0, 1, parts(state, 0, 1), told=lambda done, total: moments.append((done, total)))
+    header, total = shard.nbytes - shard.payload, shard.nbytes
+    expected = [(0, total), (header, total), (header + CHUNK, total), (total, total), "fsync"]
+    assert moments[: len(expected)] == expected
+
+
+def test_an_error_of_whoever_is_told_leaves_no_shard(store: CheckpointStore) -> None:
+    def told(done: int, total: int) -> None:
+        if done == total:
+            raise RuntimeError("struck")
+
+    folder = store.begin(7, "a")
+    with pytest.raises(RuntimeError, match="struck"):
+        store.write_shard(folder, 0, 1, parts(tensors(), 0, 1), told=told)
+    assert store.storage.sizes(folder) == {}
 
 
 def test_two_attempts_at_one_step_do_not_touch_each_other(store: CheckpointStore) -> None:
@@ -128,8 +239,8 @@ def test_names_that_are_none_are_refused(store: CheckpointStore) -> None:
         store.begin(1, "../a")
     with pytest.raises(StorageError, match="could lead out of the folder"):
         store.write_shard("..", 0, 1, [])
-    with pytest.raises(CheckpointError, match="use that which begin"):
-        store.commit("..", [], [], store.write_values(store.begin(1, "a"), 0))
+    with pytest.raises(CheckpointError, match="use that which layout"):
+        store.commit("..", [], [], [], store.write_values(store.begin(1, "a"), 0))
 
 
 # --- what does not fit ---------------------------------------------------------------------------------------------
@@ -186,7 +297,7 @@ def test_a_commit_without_a_shard_is_refused(store: CheckpointStore) -> None:
     folder = store.begin(1, "a")
     shard = store.write_shard(folder, 0, 2, parts(state, 0, 2))
     with pytest.raises(CheckpointError, match="not the name of shard 1 of 1"):
-        store.commit(folder, [one.spec for one in state], [shard], store.write_values(folder, 0))
+        store.commit(folder, [one.spec for one in state], [shard], [], store.write_values(folder, 0))
     assert problems(store).keys() == {folder}
 
 
@@ -197,15 +308,16 @@ def test_a_commit_whose_shard_lies_on_another_host_says_that_the_folder_is_not_s
     folder = store.begin(1, "a")
     here = store.write_shard(folder, 0, 2, parts(state, 0, 2))
     there = elsewhere.write_shard(folder, 1, 2, parts(state, 1, 2))
+    workers = [store.write_worker(folder, rank, 2, shard, None) for rank, shard in enumerate((here, there))]
     with pytest.raises(CheckpointError, match=rf"{SECOND} is missing.* All hosts must see the same folder"):
-        store.commit(folder, [one.spec for one in state], [here, there], store.write_values(folder, 0))
+        store.commit(folder, [one.spec for one in state], [here, there], workers, store.write_values(folder, 0))
     assert problems(store).keys() == {folder}
 
 
 # --- damage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [FIRST, SECOND, "values.json"])
+@pytest.mark.parametrize("file", [FIRST, SECOND, OWN, "values.json"])
 def test_a_missing_file_is_named_and_the_checkpoint_before_is_used(store: CheckpointStore, file: str) -> None:
     before, bad = save(store, 7), save(store, 8)
     at(store, bad, file).unlink()
@@ -213,7 +325,7 @@ def test_a_missing_file_is_named_and_the_checkpoint_before_is_used(store: Checkp
     assert problems(store) == {bad.folder: f"{file} is missing, or is no regular file"}
 
 
-@pytest.mark.parametrize("file", [FIRST, SECOND, "values.json"])
+@pytest.mark.parametrize("file", [FIRST, SECOND, OWN, "values.json"])
 def test_a_file_that_is_cut_short_is_named_and_the_checkpoint_before_is_used(store: CheckpointStore, file: str) -> None:
     before, bad = save(store, 7), save(store, 8)
     data = at(store, bad, file).read_bytes()
@@ -222,7 +334,7 @@ def test_a_file_that_is_cut_short_is_named_and_the_checkpoint_before_is_used(sto
     assert problems(store) == {bad.folder: f"{file} has {len(data) - 1} bytes, and its manifest says {len(data)}"}
 
 
-@pytest.mark.parametrize("file", [FIRST, SECOND, "values.json"])
+@pytest.mark.parametrize("file", [FIRST, SECOND, OWN, "values.json"])
 def test_a_flipped_bit_is_found_when_every_byte_is_read(store: CheckpointStore, file: str) -> None:
     before, bad = save(store, 7), save(store, 8)
     flip(at(store, bad, file), 5)
@@ -247,6 +359,14 @@ def test_values_that_were_altered_are_found_while_restoring(store: CheckpointSto
     flip(at(store, bad, "values.json"), 12)
     with pytest.raises(DamagedCheckpointError, match=r"values\.json has been altered"):
         store.read_values(bad)
+
+
+def test_own_values_that_were_altered_are_found_while_restoring(store: CheckpointStore) -> None:
+    bad = save(store, 8)
+    flip(at(store, bad, OWN), 12)
+    store.read_worker(bad, 0)
+    with pytest.raises(DamagedCheckpointError, match=f"{OWN} has been altered"):
+        store.read_worker(bad, 1)
 
 
 def test_a_file_that_vanishes_while_restoring_is_damage_too(store: CheckpointStore) -> None:
@@ -373,7 +493,7 @@ class Refusing(LocalStorage):
         super().write(folder, file, failing() if self.ending and file.endswith(self.ending) else chunks)
 
 
-@pytest.mark.parametrize("ending", ["00002.safetensors", "values.json", "manifest.json"])
+@pytest.mark.parametrize("ending", ["00002.safetensors", "00002.json", "values.json", "manifest.json"])
 def test_a_full_disk_is_told_with_what_and_where_and_what_to_do_and_leaves_no_checkpoint(
     tmp_path: Path, ending: str
 ) -> None:
@@ -451,7 +571,8 @@ def test_arrays_of_numpy_are_tensors_as_they_are(store: CheckpointStore) -> None
     state = [tensor("w", "F64", (3,), np.arange(3.0))]
     folder = store.begin(1, "a")
     shard = store.write_shard(folder, 0, 1, parts(state, 0, 1))
-    manifest = store.commit(folder, [state[0].spec], [shard], store.write_values(folder, None))
+    worker = store.write_worker(folder, 0, 1, shard, None)
+    manifest = store.commit(folder, [state[0].spec], [shard], [worker], store.write_values(folder, None))
     room = np.zeros(3)
     store.read(manifest, [tensor("w", "F64", (3,), room)])
     assert room.tolist() == [0.0, 1.0, 2.0]

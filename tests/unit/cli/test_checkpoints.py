@@ -125,6 +125,7 @@ def test_the_newest_valid_one_is_shown(call: Call, store: CheckpointStore) -> No
     assert "torch 2.0" in row(told.out, "with")
     assert row(told.out, "tensors") == "tensors 4, 71 B"
     assert row(told.out, SHARD).split()[-1].startswith("xxh3_128:")
+    assert row(told.out, "worker-00002-of-00002.json").split()[-1].startswith("xxh3_128:")
     assert "net.weight" not in told.out
 
 
@@ -160,8 +161,10 @@ def test_pickled_values_are_told(call: Call, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, allow_pickle=True)
     folder = store.begin(1, "a")
     record = store.write_values(folder, {"odd": {1}})
-    store.commit(folder, [], [store.write_shard(folder, 0, 1, [])], record)
-    assert row(call("checkpoints", "show", store.url).out, "values").endswith("with pickles of state.odd")
+    shard = store.write_shard(folder, 0, 1, [])
+    store.commit(folder, [], [shard], [store.write_worker(folder, 0, 1, shard, {"own": {2}})], record)
+    told = row(call("checkpoints", "show", store.url).out, "values")
+    assert told.endswith("with pickles of state.odd, state.own")
 
 
 # --- prune ---------------------------------------------------------------------------------------------------------

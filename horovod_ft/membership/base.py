@@ -24,11 +24,15 @@ class Group:
     generation: int = 0
 
 
-class Pending(Protocol):
-    """A yes-or-no question that is being merged over all workers in the background."""
+#: Yes-or-no questions that ``any_async`` merges at once.
+FLAGS = 4
 
-    def result(self) -> bool:
-        """Whether any worker said yes. Blocks until known; raises one of the failure types if the group broke."""
+
+class Pending(Protocol):
+    """Yes-or-no questions that are being merged over all workers in the background."""
+
+    def result(self) -> int:
+        """Bit by bit, whether any worker said yes. Blocks until known; raises a failure type if the group broke."""
 
 
 class Collectives(Protocol):
@@ -43,8 +47,8 @@ class Collectives(Protocol):
     def broadcast_bytes(self, buffer: Bytes, root: int, name: str) -> None:
         """Fill ``buffer`` (uint8, one-dimensional, contiguous, the same length everywhere) with that of ``root``."""
 
-    def any_async(self, flag: bool) -> Pending:
-        """Start to merge a flag over all workers; returns at once. At most one may be open."""
+    def any_async(self, flags: int) -> Pending:
+        """Start to merge FLAGS bits over all workers, each by or; returns at once. At most one may be open."""
 
 
 class Binding(Collectives, Protocol):

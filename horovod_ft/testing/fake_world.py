@@ -7,6 +7,8 @@ sleeps. If all workers wait for each other, each raises WorldError at once, whic
 
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
 import threading
 from collections import Counter
@@ -408,20 +410,20 @@ class FakeCollectives:
             raise WorldError(f"{name}: buffers of different lengths {[length for length, _ in given]}")
         buffer[:] = given[root][1]
 
-    def any_async(self, flag: bool) -> FakePending:
-        return FakePending(self._world, self._member, self._world.give(self._member, "changed", flag))
+    def any_async(self, flags: int) -> FakePending:
+        return FakePending(self._world, self._member, self._world.give(self._member, "changed", flags))
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         return self._world.take(self._member, name, self._world.give(self._member, name, value))
 
 
 class FakePending:
-    """A flag that is being merged over all workers; its collective is named ``changed``."""
+    """Flags that are being merged over all workers; their collective is named ``changed``."""
 
     def __init__(self, world: FakeWorld, member: FakeMembership, round_: _Round) -> None:
         self._world = world
         self._member = member
         self._round = round_
 
-    def result(self) -> bool:
-        return any(self._world.take(self._member, "changed", self._round))
+    def result(self) -> int:
+        return functools.reduce(operator.or_, self._world.take(self._member, "changed", self._round))

@@ -147,12 +147,13 @@ def _check_broadcast_bytes(trial: _Trial) -> None:
     _require(buffers == [[2] * 4] * 3, f"from root 2, who has 2 2 2 2, the buffers are {buffers}: fill them in place")
 
 
-def _check_any_async(trial: _Trial, yes: Sequence[int]) -> None:
-    def script(membership: Membership) -> bool:
-        return membership.comm.any_async(membership.group.rank in yes).result()
+def _check_any_async(trial: _Trial, flags: Sequence[int]) -> None:
+    def script(membership: Membership) -> int:
+        return membership.comm.any_async(flags[membership.group.rank]).result()
 
-    said = trial.values(script)
-    _require(said == [bool(yes)] * 3, f"with a yes from the ranks {list(yes)} it told the members {said}")
+    told = trial.values(script)
+    merged = [flags[0] | flags[1] | flags[2]] * 3
+    _require(told == merged, f"the members said {list(flags)}, and it told them {told} in place of {merged}")
 
 
 def _check_any_async_at_once(trial: _Trial) -> None:
@@ -160,7 +161,7 @@ def _check_any_async_at_once(trial: _Trial) -> None:
 
     def script(membership: Membership) -> bool:
         at_once = membership.group.rank != 0 or returned.wait(trial.patience_s)
-        pending = membership.comm.any_async(False)
+        pending = membership.comm.any_async(0)
         returned.set()
         pending.result()
         return at_once
@@ -174,7 +175,7 @@ COLLECTIVES: dict[str, Collective] = {
     "allgather_object": lambda comm, root: comm.allgather_object(1, "broken"),
     "broadcast_object": lambda comm, root: comm.broadcast_object(1, root, "broken"),
     "broadcast_bytes": lambda comm, root: comm.broadcast_bytes(np.zeros(4, np.uint8), root, "broken"),
-    "any_async": lambda comm, root: comm.any_async(False).result(),
+    "any_async": lambda comm, root: comm.any_async(0).result(),
 }
 
 
@@ -258,8 +259,9 @@ MEMBERSHIP_CHECKS: dict[str, Callable[[_Trial], None]] = {
     "allgather_object": _check_allgather_object,
     "broadcast_object": _check_broadcast_object,
     "broadcast_bytes": _check_broadcast_bytes,
-    "any_async with no yes": functools.partial(_check_any_async, yes=()),
-    "any_async with one yes": functools.partial(_check_any_async, yes=(1,)),
+    "any_async with no yes": functools.partial(_check_any_async, flags=(0, 0, 0)),
+    "any_async with one yes": functools.partial(_check_any_async, flags=(0, 1, 0)),
+    "any_async with different ones": functools.partial(_check_any_async, flags=(8, 1, 1)),
     "any_async returns at once": _check_any_async_at_once,
     **{
         f"{name} after a death": functools.partial(_check_death, collective=collective)

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from horovod_ft.errors import RecoveryTimeoutError
-from horovod_ft.membership.base import Bytes
+from horovod_ft.membership.base import FLAGS, Bytes
 from horovod_ft.membership.threads import ThreadWatch
 from horovod_ft.torch.handles import wait
 
 PREFIX = "horovod_ft."
+#: How many workers have said yes to a question, at most: 15 bits of the 60 that four questions have.
+COUNT_BITS = 15
 
 
 class TorchBinding:
@@ -34,7 +36,7 @@ class TorchBinding:
         self._arguments = arguments, options
         # Eight bytes, the size of Horovod's own control words: after a failure a worker can receive one for the other,
         # and Gloo ends a process that receives more than it waits for. See ``installation.stops_after_failure``.
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flags = torch.zeros(1, dtype=torch.int64)
         self._threads = ThreadWatch()
 
     def init(self) -> None:
@@ -79,9 +81,9 @@ class TorchBinding:
         handle = hvd.broadcast_async_(torch.from_numpy(buffer), root, PREFIX + name)
         self.wait(handle, f"{name} from worker {root}")
 
-    def any_async(self, flag: bool) -> TorchPending:
-        self._flag.fill_(flag)
-        handle = hvd.allreduce_async_(self._flag, name=PREFIX + "changed", op=hvd.Sum)
+    def any_async(self, flags: int) -> TorchPending:
+        self._flags.fill_(sum((flags >> bit & 1) << bit * COUNT_BITS for bit in range(FLAGS)))
+        handle = hvd.allreduce_async_(self._flags, name=PREFIX + "changed", op=hvd.Sum)
         return TorchPending(handle, self.stopped)
 
     def wait(self, handle: int, what: str) -> Any:
@@ -104,12 +106,13 @@ class TorchBinding:
 
 
 class TorchPending:
-    """A flag that is being summed over all workers."""
+    """Flags that are being summed over all workers, each in a field of its own."""
 
     def __init__(self, handle: int, stopped: Callable[[], bool]) -> None:
         self._handle = handle
         self._stopped = stopped
 
-    def result(self) -> bool:
+    def result(self) -> int:
         wait(self._handle, stopped=self._stopped)
-        return bool(hvd.synchronize(self._handle).item())
+        counts = int(hvd.synchronize(self._handle).item())
+        return sum(1 << bit for bit in range(FLAGS) if counts >> bit * COUNT_BITS & (1 << COUNT_BITS) - 1)

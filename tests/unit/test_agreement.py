@@ -46,7 +46,7 @@ class Answers:
     def broadcast_bytes(self, buffer: Bytes, root: int, name: str) -> None:
         raise NotImplementedError
 
-    def any_async(self, flag: bool) -> Pending:
+    def any_async(self, flags: int) -> Pending:
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ def test_a_torn_worker_is_no_holder_even_if_its_frontier_is_the_newest() -> None
 
 
 def test_no_replica_is_left_if_all_survivors_are_torn() -> None:
-    with pytest.raises(RecoveryError, match=r"no replica is left. Start the job again"):
+    with pytest.raises(RecoveryError, match=r"no replica is left, and no checkpoint.* Start the job again"):
         conclude([survivor(0, torn=True), newcomer()])
 
 

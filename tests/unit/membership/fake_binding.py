@@ -44,5 +44,5 @@ class FakeBinding:
     def broadcast_bytes(self, buffer: Bytes, root: int, name: str) -> None:
         raise NotImplementedError
 
-    def any_async(self, flag: bool) -> Pending:
+    def any_async(self, flags: int) -> Pending:
         raise NotImplementedError

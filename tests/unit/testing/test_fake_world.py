@@ -77,14 +77,14 @@ def test_bytes_are_broadcast_into_the_buffer() -> None:
     assert values(FakeWorld(3).run(started(script))) == [[2, 2, 2, 2]] * 3
 
 
-@pytest.mark.parametrize("yes", [set(), {1}, {0, 1, 2}])
-def test_a_flag_is_merged_in_the_background(yes: set[int]) -> None:
-    def script(membership: FakeMembership) -> bool:
-        pending = membership.comm.any_async(membership.index in yes)
+@pytest.mark.parametrize("said", [(0, 0, 0), (0, 1, 0), (1, 1, 1), (8, 1, 2)])
+def test_flags_are_merged_in_the_background(said: tuple[int, int, int]) -> None:
+    def script(membership: FakeMembership) -> int:
+        pending = membership.comm.any_async(said[membership.index])
         gather(membership)
         return pending.result()
 
-    assert values(FakeWorld(3).run(started(script))) == [bool(yes)] * 3
+    assert values(FakeWorld(3).run(started(script))) == [said[0] | said[1] | said[2]] * 3
 
 
 # --- breakages -----------------------------------------------------------------------------------------------------

@@ -75,18 +75,18 @@ class Other:
     def broadcast_bytes(self, buffer: Bytes, root: int, name: str) -> None:
         self.inner.broadcast_bytes(buffer, root, name)
 
-    def any_async(self, flag: bool) -> Pending:
-        return self.inner.any_async(flag)
+    def any_async(self, flags: int) -> Pending:
+        return self.inner.any_async(flags)
 
 
 @dataclass
 class Known:
     """An answer that is there already."""
 
-    flag: bool
+    flags: int
 
-    def result(self) -> bool:
-        return self.flag
+    def result(self) -> int:
+        return self.flags
 
 
 class AnyFailure(Other):
@@ -171,20 +171,25 @@ class NotInPlace(Other):
 
 
 class AlwaysYes(Other):
-    def any_async(self, flag: bool) -> Pending:
-        super().any_async(flag).result()
-        return Known(True)
+    def any_async(self, flags: int) -> Pending:
+        super().any_async(flags).result()
+        return Known(1)
 
 
 class OwnFlag(Other):
-    def any_async(self, flag: bool) -> Pending:
-        pending = super().any_async(flag)
-        return Known(flag and pending.result())
+    def any_async(self, flags: int) -> Pending:
+        pending = super().any_async(flags)
+        return Known(flags & pending.result())
+
+
+class FirstQuestionOnly(Other):
+    def any_async(self, flags: int) -> Pending:
+        return super().any_async(flags & 1)
 
 
 class AnyAtOnceOnly(Other):
-    def any_async(self, flag: bool) -> Pending:
-        return Known(super().any_async(flag).result())
+    def any_async(self, flags: int) -> Pending:
+        return Known(super().any_async(flags).result())
 
 
 class OtherError(Other):
@@ -212,17 +217,17 @@ class BytesOfTheDead(Other):
 
 
 class FlagOfTheDead(Other):
-    def any_async(self, flag: bool) -> Pending:
-        pending = super().any_async(flag)
+    def any_async(self, flags: int) -> Pending:
+        pending = super().any_async(flags)
 
         class Lenient(Known):
-            def result(self) -> bool:
+            def result(self) -> int:
                 try:
                     return pending.result()
                 except RuntimeError:
-                    return self.flag
+                    return self.flags
 
-        return Lenient(flag)
+        return Lenient(flags)
 
 
 class AbortsNothing(Other):
@@ -344,13 +349,14 @@ BROKEN: dict[str, list[tuple[type[Other], str]]] = {
     "allgather_object": [(Backwards, "not the values by rank")],
     "broadcast_object": [(OwnObject, "not the value of the root"), (FirstRoot, "not the value of the root")],
     "broadcast_bytes": [(NotInPlace, r"\[0, 0, 0, 0\].* fill them in place")],
-    "any_async with no yes": [(AlwaysYes, r"ranks \[\] it told the members \[True, True, True\]")],
-    "any_async with one yes": [(OwnFlag, r"ranks \[1\] it told the members \[False, True, False\]")],
+    "any_async with no yes": [(AlwaysYes, r"said \[0, 0, 0\], and it told them \[1, 1, 1\]")],
+    "any_async with one yes": [(OwnFlag, r"said \[0, 1, 0\], and it told them \[0, 1, 0\]")],
+    "any_async with different ones": [(FirstQuestionOnly, r"it told them \[1, 1, 1\] in place of \[9, 9, 9\]")],
     "any_async returns at once": [(AnyAtOnceOnly, r"only result\(\) may block")],
     "allgather_object after a death": [(OtherError, r"raised OSError.* must raise one of the failure types")],
     "broadcast_object after a death": [(OwnObjectOfTheDead, "returned 1: it must raise")],
     "broadcast_bytes after a death": [(BytesOfTheDead, "returned None: it must raise")],
-    "any_async after a death": [(FlagOfTheDead, "returned False: it must raise")],
+    "any_async after a death": [(FlagOfTheDead, "returned 0: it must raise")],
     "abort": [
         (AbortsNothing, r"rank 0 called it, and a collective returned \[1, 1, 1\]"),
         (AbortsOnce, "aborted already"), (CutsAgain, r"returned \[2, 2\]: there is nothing left"),

@@ -7,9 +7,11 @@ from typing import Any
 import horovod.torch
 import numpy as np
 import pytest
+import torch
 
 import horovod_ft.torch as hvd
 from horovod_ft.errors import RecoveryTimeoutError
+from horovod_ft.membership.base import FLAGS
 from horovod_ft.torch import handles
 from horovod_ft.torch.binding import TorchBinding
 
@@ -42,13 +44,22 @@ def test_bytes_are_broadcast_in_place(binding: TorchBinding, length: int) -> Non
     assert data.tolist() == np.arange(length, dtype=np.uint8).tolist()
 
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_a_flag_is_merged(binding: TorchBinding, flag: bool) -> None:
-    assert binding.any_async(flag).result() is flag
+@pytest.mark.parametrize("flags", range(2**FLAGS))
+def test_flags_are_merged(binding: TorchBinding, flags: int) -> None:
+    assert binding.any_async(flags).result() == flags
 
 
-def test_a_flag_can_be_asked_again(binding: TorchBinding) -> None:
-    assert [binding.any_async(flag).result() for flag in (True, False, True)] == [True, False, True]
+def test_flags_are_merged_bit_by_bit(binding: TorchBinding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers, of whom two have said yes to the first question, and one to the last."""
+    pending = binding.any_async(0b1001)
+    counts = [0b1001, 0b0001, 0b0000]
+    summed = sum((flags >> bit & 1) << 15 * bit for flags in counts for bit in range(FLAGS))
+    monkeypatch.setattr("horovod_ft.torch.binding.hvd.synchronize", lambda handle: torch.tensor([summed]))
+    assert pending.result() == 0b1001
+
+
+def test_flags_can_be_asked_again(binding: TorchBinding) -> None:
+    assert [binding.any_async(flags).result() for flags in (1, 0, 8, 1)] == [1, 0, 8, 1]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -5,6 +5,9 @@ Nothing here is ever raised for a failure that the policy recovers: such a failu
 
 from __future__ import annotations
 
+#: Exit status of a process that asks for another attempt at its job: EX_TEMPFAIL of ``sysexits.h``.
+TRY_AGAIN = 75
+
 
 class HorovodFtError(Exception):
     """Root of every error that this package raises on purpose."""
@@ -36,6 +39,13 @@ class DivergenceError(HorovodFtError, RuntimeError):
 
 class RecoveryError(HorovodFtError, RuntimeError):
     """A failure that cannot be recovered within this job. Local state is that of the last commit."""
+
+
+class JobLostError(RecoveryError):
+    """What is left of this job cannot go on, but a new start of it may: ``horovod-ft run`` makes one.
+
+    A process that ends by it ends with the status TRY_AGAIN.
+    """
 
 
 class RecoveryTimeoutError(RecoveryError):

@@ -30,8 +30,9 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from horovod_ft.errors import TRY_AGAIN
+
 LOST = (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV, signal.SIGBUS)
-TRY_AGAIN = 75
 SSH_LOST = 255
 FIRST_TO_FAIL = re.compile(r"Process name: (?P<worker>\S+)\s+Exit code: (?P<status>-?\d+)")
 TOO_FEW_HOSTS = "TimeoutException"

@@ -16,14 +16,15 @@ import threading
 import time
 from collections.abc import Iterator
 
+from horovod_ft.errors import TRY_AGAIN
+
 EXPLAIN_AFTER_S = 5.0
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: it may work when tried again
 
 
 def _quit(message: str) -> None:
     """End the process from a thread; nothing but ``_exit`` works while the main thread is in C++."""
     print(f"horovod_ft: {message}", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODE)
+    os._exit(TRY_AGAIN)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from importlib import metadata
+from types import TracebackType
 from typing import Any
 
 import horovod.torch as hvd
 
-from horovod_ft.errors import ConfigurationError, UsageError
+from horovod_ft.errors import TRY_AGAIN, ConfigurationError, JobLostError, UsageError
 from horovod_ft.events import EventBus, EventWriter
 from horovod_ft.faults.inject import Injector
 from horovod_ft.faults.plan import Fault, parse_plan
@@ -53,6 +55,7 @@ class _Process:
     """Holder of this process's runtime: Horovod's own state is process-wide too, in C++."""
 
     runtime: Runtime | None = None
+    ends_with_status = False
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -72,12 +75,28 @@ def init(*args: Any, **kwargs: Any) -> None:
             "after a failure; call hvd.init() without arguments"
         )
     runtime = Runtime(settings, args, kwargs)
+    _end_with_status()
     group = runtime.membership.start()
     runtime.bus.position.rank, runtime.bus.position.size = group.rank, group.size
     runtime.bus.emit("init")
     if settings.elastic and group.rank == 0 and not stops_after_failure(metadata.version("horovod")):
         log.warning("horovod_ft: %s", GOES_ON)
     _Process.runtime = runtime
+
+
+def _end_with_status() -> None:
+    """An error that asks for another attempt at the job ends this process with the status that says so."""
+    if _Process.ends_with_status:
+        return
+    _Process.ends_with_status = True
+    told = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told(kind, error, trace)
+        if isinstance(error, JobLostError):
+            raise SystemExit(TRY_AGAIN)
+
+    sys.excepthook = hook
 
 
 def shutdown() -> None:

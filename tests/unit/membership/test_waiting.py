@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from horovod_ft.errors import TRY_AGAIN
 from horovod_ft.membership import waiting
-from horovod_ft.membership.waiting import EXIT_CODE, explained_wait
+from horovod_ft.membership.waiting import explained_wait
 
 WHAT = "for a friend"
 
@@ -73,12 +74,12 @@ def test_a_long_wait_is_explained_once(monkeypatch: pytest.MonkeyPatch, capfd: p
 
 def test_at_its_bound_the_process_ends_with_a_message() -> None:
     ended = python(f"with waiting.explained_wait({WHAT!r}, 0.05): block_in_c()")
-    assert (ended.returncode, ended.stderr) == (EXIT_CODE, "horovod_ft: gave up: waited 0 s for a friend.\n")
+    assert (ended.returncode, ended.stderr) == (TRY_AGAIN, "horovod_ft: gave up: waited 0 s for a friend.\n")
 
 
 def test_the_bound_counts_after_the_explanation_too() -> None:
     ended = python(f"with waiting.explained_wait({WHAT!r}, 0.1): block_in_c()", explain_after_s=0.01)
-    assert ended.returncode == EXIT_CODE == 75
+    assert ended.returncode == TRY_AGAIN == 75
     assert ended.stderr == "horovod_ft: has waited 0 s for a friend.\nhorovod_ft: gave up: waited 0 s for a friend.\n"
 
 
@@ -91,14 +92,14 @@ with waiting.explained_wait('for a friend', 60):
 
 def test_the_launcher_ending_the_job_ends_the_wait() -> None:
     ended = python(TERM)
-    assert ended.returncode == EXIT_CODE
+    assert ended.returncode == TRY_AGAIN
     assert "the launcher ended the job while this worker waited 0." in ended.stderr
     assert "s for a friend." in ended.stderr
 
 
 def test_the_users_own_handler_does_not_keep_the_wait_alive() -> None:
     ended = python("signal.signal(signal.SIGTERM, lambda *_: None)\n" + TERM)
-    assert ended.returncode == EXIT_CODE
+    assert ended.returncode == TRY_AGAIN
 
 
 def test_other_signals_do_not_end_the_wait() -> None:

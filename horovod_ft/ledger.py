@@ -92,8 +92,9 @@ class LedgerReport:
     """What the ledger of a run proves.
 
     Attributes:
-        steps: committed steps.
-        epochs: epochs whose every sample was visited exactly once.
+        steps: committed steps; over all attempts at the job that have left their records here.
+        since: the run goes on from this step of another one, whose ledger is elsewhere.
+        epochs: epochs whose every sample was visited exactly once, of those that began here.
         samples: samples applied, over all epochs.
         lossy: step -> what was carried forward without the dead workers' share.
         redone: how often a committed step was given up by going back to an earlier one.
@@ -101,6 +102,7 @@ class LedgerReport:
     """
 
     steps: int = 0
+    since: int = 0
     epochs: int = 0
     samples: int = 0
     lossy: dict[int, Lossy] = field(default_factory=dict)
@@ -149,7 +151,7 @@ def verify_ledger(folder: Path) -> LedgerReport:
         for record in dealt[step, generation]:
             visited[record["epoch"]].extend(record["ids"])
         report.samples += trained
-    report.steps = len(final)
+    report.steps = report.since + len(final)
     _check_epochs(report, visited, stream)
     return report
 
@@ -200,10 +202,17 @@ def _final_steps(report: LedgerReport, records: list[dict[str, Any]]) -> dict[in
         if claim != wins and not superseded:
             report.problems.append(f"step {step} was committed as {wins} and, by {record['worker']}, as {claim}")
     report.redone = len(given_up)
-    missing = sorted(set(range(1, max(final, default=0) + 1)) - set(final))
+    report.since = _since(records, backs)
+    missing = sorted(set(range(report.since + 1, max(final, default=0) + 1)) - set(final))
     if missing:
         report.problems.append(f"steps that nobody committed: {missing}")
     return final
+
+
+def _since(records: list[dict[str, Any]], backs: list[dict[str, Any]]) -> int:
+    """The step that the run began with: not 0 if its first group has restored a checkpoint of another run."""
+    first = min((record["generation"] for record in records if "generation" in record), default=0)
+    return max((back["step"] for back in backs if back["generation"] == first), default=0)
 
 
 def _given_up(committed: dict[str, Any], backs: list[dict[str, Any]]) -> bool:
@@ -219,6 +228,7 @@ def _check_epochs(report: LedgerReport, visited: dict[int, list[int]], stream: t
             report.problems.append(f"epoch {epoch}: {repeated} samples were trained on more than once")
         length, drop_last = stream if stream is not None else (len(ids), False)
         complete = len(set(ids)) == length
+        begun_elsewhere = report.since > 0 and epoch == min(visited)
         report.epochs += complete
-        if not complete and epoch != last and not drop_last:
+        if not complete and epoch != last and not drop_last and not begun_elsewhere:
             report.problems.append(f"epoch {epoch}: {length - len(set(ids))} of {length} samples were never trained on")

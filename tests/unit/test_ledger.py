@@ -341,4 +341,48 @@ def test_going_back_twice(tmp_path: Path) -> None:
     workers.train(range(2, 5), "a", generation=2)
     report = workers.verify()
     assert report.exact, report.problems
-    assert (report.steps, report.redone) == (4, 4)
+    assert (report.steps, report.redone) == (4, 2)
+
+
+# --- several attempts at a job -------------------------------------------------------------------------------------
+
+#: The first generation of the second attempt.
+AGAIN = 100_000
+
+
+def test_an_attempt_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 4), "ab")
+    workers.ledger("c").went_back(2, AGAIN)
+    workers.train(range(3, 5), "c", AGAIN)
+    report = workers.verify()
+    assert report.exact
+    assert (report.steps, report.since, report.epochs, report.redone) == (4, 0, 2, 1)
+
+
+def test_an_attempt_that_begins_anew(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 3), "ab")
+    workers.ledger("c").went_back(0, AGAIN)
+    workers.train(range(1, 5), "c", AGAIN)
+    report = workers.verify()
+    assert report.exact
+    assert (report.steps, report.redone) == (4, 2)
+
+
+def test_a_step_that_an_attempt_leaves_out_is_missed(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    workers.train(range(1, 3), "ab")
+    workers.ledger("c").went_back(2, AGAIN)
+    workers.train(range(4, 5), "c", AGAIN)
+    assert workers.verify().problems[0] == "steps that nobody committed: [3]"
+
+
+def test_a_run_that_goes_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
+    """Its ledger begins in the middle of an epoch, of which the other run has trained the first half."""
+    workers = Workers(tmp_path)
+    workers.ledger("a").went_back(1, 0)
+    workers.train(range(2, 5), "a")
+    report = workers.verify()
+    assert report.exact
+    assert (report.steps, report.since, report.epochs) == (4, 1, 1)

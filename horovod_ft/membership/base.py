@@ -87,6 +87,9 @@ class Membership(Protocol):
     def changed(self) -> bool:
         """Whether this worker heard that workers come or go since the group was formed. Never blocks."""
 
+    def preempted(self) -> bool:
+        """Whether this worker has heard that the job is about to be ended. Never blocks."""
+
     def abort(self) -> int:
         """Make every member of the broken group fail now instead of at its timeout. Returns the sockets cut.
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from horovod.common.elastic import notification_manager
 
 from horovod_ft.membership.base import Binding, Collectives, Group
+from horovod_ft.membership.notice import PREEMPTED
 from horovod_ft.membership.sockets import SocketCutter
 from horovod_ft.membership.waiting import explained_wait
 
@@ -39,14 +40,22 @@ class HostChanges:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arrived: list[float] = []
+        self._preempted = False
 
     def on_hosts_updated(self, timestamp: int, result: int) -> None:
-        """Called by Horovod's notification thread."""
+        """Called by Horovod's notification thread, for a change of hosts and for a notice."""
+        if result == PREEMPTED:
+            self._preempted = True
+            return
         with self._lock:
             self._arrived.append(time.monotonic())
 
     def pending(self) -> bool:
         return bool(self._arrived)
+
+    def preempted(self) -> bool:
+        """Whether a notice has come; it stays true."""
+        return self._preempted
 
     def forget_before(self, moment: float) -> None:
         with self._lock:
@@ -89,6 +98,9 @@ class DriverMembership:
 
     def changed(self) -> bool:
         return self._changes.pending()
+
+    def preempted(self) -> bool:
+        return self._changes.preempted()
 
     def abort(self) -> int:
         return self._cutter.cut()

@@ -35,6 +35,9 @@ class StaticMembership:
     def changed(self) -> bool:
         return False
 
+    def preempted(self) -> bool:
+        return False
+
     def abort(self) -> int:
         return 0
 

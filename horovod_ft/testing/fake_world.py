@@ -335,6 +335,7 @@ class FakeMembership:
         self.index = index
         self.aborts = 0
         self.told = False
+        self.noticed = False
         self.formation: _Formation | None = None
         self.calls: Counter[str] = Counter()
         self._world = world
@@ -358,6 +359,9 @@ class FakeMembership:
     def changed(self) -> bool:
         return self.told
 
+    def preempted(self) -> bool:
+        return self.noticed
+
     def abort(self) -> int:
         self.aborts += 1
         return self._world.leave(self)
@@ -380,6 +384,10 @@ class FakeMembership:
         """The launcher tells this worker, and nobody else, of new workers. They wait for the next group."""
         self._world.add(self, newcomers)
         self.told = True
+
+    def preempt(self) -> None:
+        """The launcher tells this worker, and nobody else, that the job is about to be ended."""
+        self.noticed = True
 
     def die(self, *_: Any) -> NoReturn:
         """This worker is dead. Fits where a function that sends a signal is wanted."""

@@ -28,13 +28,17 @@ class Run(Protocol):
     def __call__(self, size: int, script: Callable[[Membership], None], /) -> object: ...
 
 
-def check_membership(run: Run, *, patience_s: float = 5.0) -> None:
+def check_membership(
+    run: Run, *, preempt: Callable[[Any], None] | None = None, patience_s: float = 5.0
+) -> None:
     """Check that a way to form groups keeps to the contract of ``membership.base.Membership``.
 
     It is for memberships that can form a group anew. Blocks until all members of all groups have ended.
 
     Args:
         run: see Run.
+        preempt: has a member that it is given hear that the job is about to be ended, before it returns. Without it
+            nobody hears so, and that is what is checked.
         patience_s: how long to wait for what must come at once.
 
     Raises:
@@ -42,7 +46,7 @@ def check_membership(run: Run, *, patience_s: float = 5.0) -> None:
     """
     for name, check in MEMBERSHIP_CHECKS.items():
         try:
-            check(_Trial(run, patience_s))
+            check(_Trial(run, preempt, patience_s))
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -50,6 +54,7 @@ def check_membership(run: Run, *, patience_s: float = 5.0) -> None:
 @dataclass
 class _Trial:
     run: Run
+    preempt: Callable[[Any], None] | None
     patience_s: float
 
     def values(self, script: Callable[[Membership], Any], size: int = 3) -> list[Any]:
@@ -243,6 +248,26 @@ def _check_generation(trial: _Trial) -> None:
         _require(last == replace(reformed, generation=5), f"adopt_generation(5) turned {reformed} into {last}")
 
 
+def _check_preempted(trial: _Trial) -> None:
+    def script(membership: Membership) -> list[bool]:
+        membership.watch()
+        told = [membership.preempted()]
+        if trial.preempt is not None:
+            trial.preempt(membership)
+        told.append(membership.preempted())
+        membership.reform()
+        return [*told, membership.preempted()]
+
+    for before, heard, reformed in trial.values(script):
+        _require(not before, "it is True, but nobody has said that the job will be ended")
+        _require(heard == (trial.preempt is not None), f"it is {heard} {_after(trial)}")
+        _require(reformed == heard, f"it is {reformed} after a reform(), and was {heard} before: it must stay")
+
+
+def _after(trial: _Trial) -> str:
+    return "without a notice" if trial.preempt is None else "after a notice"
+
+
 def _check_stop(trial: _Trial) -> None:
     def script(membership: Membership) -> None:
         membership.stop()
@@ -272,5 +297,6 @@ MEMBERSHIP_CHECKS: dict[str, Callable[[_Trial], None]] = {
     "reform after a death": functools.partial(_check_reform, size=4, killed=(1,)),
     "reform down to one": functools.partial(_check_reform, size=3, killed=(0, 2)),
     "generation": _check_generation,
+    "preempted": _check_preempted,
     "stop twice": _check_stop,
 }

@@ -120,7 +120,7 @@ def test_the_failure_of_a_group_is_caught_only_where_it_is_listed_here() -> None
 
 
 def test_sockets_and_waiting_need_no_horovod() -> None:
-    for name in ("base", "sockets", "static", "waiting"):
+    for name in ("base", "notice", "sockets", "static", "waiting"):
         assert "horovod" not in imported_at_import(tree_of(ROOT / "membership" / f"{name}.py"))
 
 

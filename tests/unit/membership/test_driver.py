@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ pytest.importorskip("horovod.common.elastic")
 from horovod_ft.membership import driver
 from horovod_ft.membership.base import Group
 from horovod_ft.membership.driver import DriverMembership, HostChanges
+from horovod_ft.membership.notice import NO_TIME, PREEMPTED
 from tests.unit.membership.fake_binding import FakeBinding, LostError
 
 
@@ -53,6 +55,10 @@ class Notifications:
     def announce(self) -> None:
         for listener in self.listeners:
             listener.on_hosts_updated(12345, 1)
+
+    def preempt(self) -> None:
+        for listener in self.listeners:
+            listener.on_hosts_updated(NO_TIME, PREEMPTED)
 
 
 @pytest.fixture
@@ -182,3 +188,45 @@ def test_stopping_leaves_the_group_and_listens_no_more(
     membership.stop()
     assert notifications.listeners == []
     assert binding.calls[-1] == "shutdown"
+
+
+# --- a notice that the job is about to be ended ----------------------------------------------------------------------
+
+
+def test_a_notice_is_no_change_of_hosts(membership: DriverMembership, notifications: Notifications) -> None:
+    membership.watch()
+    assert not membership.preempted()
+    notifications.preempt()
+    assert membership.preempted()
+    assert not membership.changed()
+
+
+def test_a_change_of_hosts_is_no_notice(membership: DriverMembership, notifications: Notifications) -> None:
+    membership.watch()
+    notifications.announce()
+    assert not membership.preempted()
+
+
+def test_a_notice_outlives_the_group(
+    membership: DriverMembership, notifications: Notifications, clock: list[float]
+) -> None:
+    membership.watch()
+    notifications.preempt()
+    clock[0] += 1
+    membership.reform()
+    assert membership.preempted()
+
+
+def test_horovod_sends_no_such_result_itself() -> None:
+    worker = importlib.import_module("horovod.runner.elastic.worker")
+    assert max(worker.HostUpdateResult) < PREEMPTED
+
+
+def test_a_state_of_horovods_own_passes_over_a_notice() -> None:
+    elastic = importlib.import_module("horovod.common.elastic")
+    state = elastic.ObjectState(lambda value, **_: value, lambda: 0)
+    state.on_hosts_updated(NO_TIME, PREEMPTED)
+    state.check_host_updates()
+    state.on_hosts_updated(1, 1)
+    with pytest.raises(elastic.HostsUpdatedInterrupt):
+        state.check_host_updates()

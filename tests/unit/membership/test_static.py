@@ -33,6 +33,7 @@ def test_collectives_and_failures_are_the_bindings(membership: StaticMembership,
 def test_it_never_hears_of_changes(membership: StaticMembership) -> None:
     membership.watch()
     assert not membership.changed()
+    assert not membership.preempted()
 
 
 def test_a_failure_ends_the_job_with_the_command_that_survives_one(membership: StaticMembership) -> None:

@@ -186,6 +186,17 @@ def test_newcomers_wait_for_the_next_group_and_only_one_worker_hears_of_them() -
     assert values(FakeWorld(2).run(script)) == [Group(rank, 4) for rank in range(4)]
 
 
+def test_a_notice_of_the_end_is_heard_by_one_worker_and_outlives_its_group() -> None:
+    def script(membership: FakeMembership) -> list[bool]:
+        told = [membership.preempted()]
+        if membership.index == 1:
+            membership.preempt()
+        membership.reform()
+        return [*told, membership.preempted(), membership.changed()]
+
+    assert values(FakeWorld(2).run(started(script))) == [[False, False, False], [False, True, False]]
+
+
 def test_no_group_waits_for_a_worker_that_has_ended() -> None:
     def script(membership: FakeMembership) -> Group:
         return membership.group if membership.index == 0 else membership.reform()

@@ -17,6 +17,10 @@ from horovod_ft.testing.membership_kit import MEMBERSHIP_CHECKS, Run, check_memb
 
 
 def test_the_fake_world_passes() -> None:
+    check_membership(lambda size, script: FakeWorld(size).run(script), preempt=FakeMembership.preempt)
+
+
+def test_one_that_cannot_be_told_of_its_end_passes_if_it_says_nothing_of_it() -> None:
     check_membership(lambda size, script: FakeWorld(size).run(script))
 
 
@@ -48,6 +52,9 @@ class Other:
 
     def changed(self) -> bool:
         return self.member.changed()
+
+    def preempted(self) -> bool:
+        return self.member.preempted()
 
     def abort(self) -> int:
         return self.member.abort()
@@ -147,6 +154,22 @@ class WatchedOnce(Other):
 class AlwaysChanged(Other):
     def changed(self) -> bool:
         return True
+
+
+class AlwaysPreempted(Other):
+    def preempted(self) -> bool:
+        return True
+
+
+class NeverPreempted(Other):
+    def preempted(self) -> bool:
+        return False
+
+
+class ForgetsTheNotice(Other):
+    def reform(self) -> Group:
+        self.member.noticed = False
+        return super().reform()
 
 
 class Backwards(Other):
@@ -374,6 +397,10 @@ BROKEN: dict[str, list[tuple[type[Other], str]]] = {
         (AdoptsNothing, r"adopt_generation\(4\) turned"), (AdoptsOnce, r"adopt_generation\(5\) turned"),
         (ForgetsItsRank, r"adopt_generation\(4\) turned"),
     ],
+    "preempted": [
+        (AlwaysPreempted, "nobody has said"), (NeverPreempted, "is False after a notice"),
+        (ForgetsTheNotice, r"is False after a reform\(\), and was True before"),
+    ],
     "stop twice": [(StopsOnce, "stopped already")],
 }  # fmt: skip
 
@@ -382,8 +409,12 @@ def world_of(kind: type[Other]) -> Run:
     return lambda size, script: FakeWorld(size).run(lambda member: script(kind(member)))
 
 
+def preempt(membership: Other) -> None:
+    membership.member.preempt()
+
+
 def test_what_the_broken_ones_are_made_from_passes() -> None:
-    check_membership(world_of(Other))
+    check_membership(world_of(Other), preempt=preempt)
 
 
 def test_every_check_has_something_that_it_catches() -> None:
@@ -395,7 +426,7 @@ def test_every_check_has_something_that_it_catches() -> None:
 )
 def test_a_broken_membership_is_caught_by_its_check(name: str, kind: type[Other], match: str) -> None:
     with pytest.raises(AssertionError, match=f"^{name}: .*{match}"):
-        check_membership(world_of(kind), patience_s=0.05)
+        check_membership(world_of(kind), preempt=preempt, patience_s=0.05)
 
 
 def test_a_run_that_leaves_members_out_is_a_mistake() -> None:

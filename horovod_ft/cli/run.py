@@ -86,7 +86,13 @@ def run(
 
     **Mended**: the rendezvous server takes the connections of many workers at once, so that `hvd.init()` does not wait
     for seconds with 8 workers or more; a worker that ends well is not reported with "status code None"; an elastic job
-    starts without loading TensorFlow and torch into the launcher.
+    starts without loading TensorFlow and torch into the launcher; a host that comes back gets its workers again.
+
+    **Hosts that come back**: a host fails with a worker of it that ends with a status other than 0, and its other
+    workers are ended. With `--blacklist-cooldown-range LOW HIGH` it comes back after its cooldown (2 LOW at first, then
+    doubled, at most HIGH seconds) if discovery still lists it, also when all others wait for it because fewer than
+    `--min-np` slots are left; its workers are started again and get the last ranks. Without that option it stays away.
+    A job in which nobody is left who has the state of the training ends.
 
     **Started again** is a job whose first worker to fail was ended by SIGKILL, SIGABRT, SIGTERM, SIGHUP, SIGSEGV or
     SIGBUS, by a lost ssh connection (255) or with status 75 ("try again"), or whose launcher was ended by one of these

@@ -28,9 +28,7 @@ class Run(Protocol):
     def __call__(self, size: int, script: Callable[[Membership], None], /) -> object: ...
 
 
-def check_membership(
-    run: Run, *, preempt: Callable[[Any], None] | None = None, patience_s: float = 5.0
-) -> None:
+def check_membership(run: Run, *, preempt: Callable[[Any], None] | None = None, patience_s: float = 5.0) -> None:
     """Check that a way to form groups keeps to the contract of ``membership.base.Membership``.
 
     It is for memberships that can form a group anew. Blocks until all members of all groups have ended.

@@ -11,7 +11,7 @@ import pytest
 
 from horovod_ft.cli.run import EXIT_GIVEN_UP
 from horovod_ft.testing.local_job import Finished, LocalJob
-from tests.jobs.harness import HERE
+from tests.jobs.harness import HERE, check_like_reference, check_sound, fault, recovered_at, run_job
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
@@ -80,3 +80,14 @@ def test_a_signal_leaves_no_process(tmp_path: Path, how: str, grace: str) -> Non
     assert "horovod-ft run: the job was ended by SIGTERM" in ended.output
     assert {name[0] for name in ran(tmp_path)} == {"0"}
     assert seconds < 20
+
+
+def test_a_host_that_all_wait_for_gets_its_worker_again(tmp_path: Path) -> None:
+    """With ``--min-np`` equal to ``-np`` nobody can go on before the failed host is back, after about 2 s."""
+    outcome = run_job(
+        tmp_path, [fault(1, 5, "allreduce")], min_workers=3, arguments=["--blacklist-cooldown-range", "1", "2"]
+    )
+    check_sound(outcome, {0, 2})  # the new one has begun with rank 2, as one of the survivors had
+    check_like_reference(outcome)
+    assert len(outcome.results) == 3
+    assert recovered_at(outcome) == [(4, 3)]

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import horovod.runner.elastic.driver
+import horovod.runner.gloo_run
 import horovod.runner.http.http_server
 import horovod.runner.launch
 
 from horovod_ft.agent.launcher import mends
+from horovod_ft.agent.launcher.driver import Driver
 from horovod_ft.agent.outcome import describe
 from horovod_ft.errors import HorovodFtError
 
@@ -48,6 +50,7 @@ def mend(discovery_interval: float | None, *, restarted: bool) -> None:
     mends.queue_connections(horovod.runner.http.http_server)
     mends.keep_exit_statuses(multiprocessing.process)
     mends.take_gloo_for_granted(horovod.runner.launch)
+    mends.drive_with(horovod.runner.gloo_run, Driver)
     if discovery_interval is not None:
         mends.discover_every(horovod.runner.elastic.driver, discovery_interval)
     if restarted:

@@ -137,6 +137,36 @@ def start_with_least(launch: Any) -> None:
     _before_elastic(launch, lower)
 
 
+#: What the driver that takes the place of Horovod's overrides or calls, by the method that has to use it.
+DRIVEN = {
+    "start": {"_activate_workers"},
+    "_activate_workers": {"wait_for_available_slots", "_update_host_assignments", "_start_worker_processes"},
+    "_start_worker_process": {"get_host_event", "_host_manager", "expect"},
+    "_handle_worker_exit": {"_worker_registry", "record_failure", "record_success"},
+    "_update_host_assignments": {"_host_assignments", "_get_host_assignments"},
+    "register_worker_server": {"_worker_clients"},
+}
+
+
+def drive_with(gloo_run: Any, made: Callable[..., Any]) -> None:
+    """Have an elastic job run by another driver: one that starts workers again on hosts that come back.
+
+    Args:
+        gloo_run: the module ``horovod.runner.gloo_run``.
+        made: makes it, from the arguments of Horovod's ``ElasticDriver``.
+
+    Raises:
+        InstallationError: Horovod's driver works in another way.
+    """
+    driver = getattr(gloo_run, "ElasticDriver", None)
+    _require(
+        "ElasticDriver" in _names_in(getattr(gloo_run, "launch_gloo_elastic", None))
+        and all(used <= set(_names_in(getattr(driver, method, None))) for method, used in DRIVEN.items()),
+        "ElasticDriver in horovod.runner.gloo_run does not form groups and start workers as it did",
+    )
+    gloo_run.ElasticDriver = made
+
+
 def _before_elastic(launch: Any, change: Callable[[Any], None]) -> None:
     """Have something done with the parsed arguments before an elastic job runs."""
     _require(

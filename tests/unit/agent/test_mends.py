@@ -177,6 +177,27 @@ def test_both_together(launch: Launch) -> None:
     assert launch.seen == [(1, True)]
 
 
+# --- the driver ----------------------------------------------------------------------------------------------------
+
+
+def test_an_elastic_job_is_run_by_the_driver_that_is_given() -> None:
+    gloo_run = copy_of("horovod.runner.gloo_run", "launch_gloo_elastic")
+
+    class Made(Exception):  # noqa: N818  the driver has been made, and that is all of it
+        pass
+
+    def made(rendezvous: object, discovery: object, *slots: int, **options: object) -> None:
+        raise Made(slots)
+
+    mends.drive_with(gloo_run, made)
+    settings = SimpleNamespace(
+        output_filename=None, discovery=None, min_num_proc=2, max_num_proc=4, elastic_timeout=60, reset_limit=None,
+        cooldown_range=None, verbose=0,
+    )  # fmt: skip
+    with pytest.raises(Made, match=r"2, 4"):
+        gloo_run.launch_gloo_elastic([], None, settings, {}, None, None, None)
+
+
 # --- the launcher as installed, and others -------------------------------------------------------------------------
 
 MENDS: list[tuple[Callable[[Any], None], str]] = [
@@ -185,6 +206,7 @@ MENDS: list[tuple[Callable[[Any], None], str]] = [
     (lambda module: mends.discover_every(module, 1.0), "horovod.runner.elastic.driver"),
     (mends.take_gloo_for_granted, "horovod.runner.launch"),
     (mends.start_with_least, "horovod.runner.launch"),
+    (lambda module: mends.drive_with(module, object), "horovod.runner.gloo_run"),
 ]
 
 
@@ -212,6 +234,12 @@ class Otherwise:
     class ElasticDriver:
         def _discover_hosts(self) -> None:
             """Waits for nothing."""
+
+        def start(self) -> None:
+            """Starts nothing."""
+
+    @staticmethod
+    def launch_gloo_elastic() -> None: ...
 
     @staticmethod
     def _cleanup() -> None: ...

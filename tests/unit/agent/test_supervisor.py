@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from horovod_ft.agent import supervisor
+from horovod_ft.agent.notice import Notice
 from horovod_ft.agent.supervisor import PR_SET_CHILD_SUBREAPER, Signals, attend
 from horovod_ft.errors import ConfigurationError
 
@@ -36,6 +37,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sh(script: str, signals: Signals, grace_s: float = 10.0) -> int:
     return attend(["sh", "-c", script], ENV, signals, grace_s)
+
+
+def python(script: str, signals: Signals, notice: Notice, grace_s: float = 10.0) -> int:
+    """Run a script that has the launcher's end of the line as ``line``."""
+    start = f"import os, signal, socket, sys, time; line = socket.socket(fileno={notice.theirs})\n"
+    return attend([sys.executable, "-S", "-c", start + script], ENV, signals, grace_s, notice)
 
 
 def gone(pid: int) -> bool:
@@ -109,6 +116,24 @@ def test_a_signal_from_before_is_passed_on_too(signals: Signals) -> None:
     assert sh("exec sleep 60", signals) == -signal.SIGTERM
 
 
+def test_one_that_is_repeated_at_once_does_not_insist() -> None:
+    moments = iter([100.0, 100.9, 101.0])
+    with Signals(mono=lambda: next(moments)) as signals:
+        for insisted in (False, False, True):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.insisted is insisted
+
+
+def test_a_signal_of_another_kind_insists_too_if_it_ends_jobs() -> None:
+    moments = iter([100.0, 105.0])
+    with Signals(preempt=signal.SIGUSR1, mono=lambda: next(moments)) as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (signals.stopped, signals.insisted) == (signal.SIGUSR1, False)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (signals.stopped, signals.insisted) == (signal.SIGUSR1, True)
+
+
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -147,6 +172,80 @@ def test_the_end_of_a_process_does_not_end_a_pause(signals: Signals) -> None:
     with subprocess.Popen(["true"]):
         signals.pause(0.3)
     assert time.monotonic() - began >= 0.3
+
+
+# --- a notice ------------------------------------------------------------------------------------------------------
+
+#: A launcher gets a SIGTERM, and tells somebody of it when it is asked.
+TOLD = "os.kill(os.getppid(), signal.SIGTERM); line.recv(1); line.send(b'y')\n"
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def notice(said: list[str]) -> Iterator[Notice]:
+    with Notice(signal.SIGTERM, said.append) as line:
+        yield line
+
+
+def test_a_job_that_was_told_ends_by_itself(signals: Signals, notice: Notice, said: list[str]) -> None:
+    assert python(TOLD + "time.sleep(0.05); sys.exit(9)", signals, notice) == 9
+    assert (signals.stopped, signals.passed_on) == (signal.SIGTERM, False)
+    assert said == ["told the job that SIGTERM ends it; it has 10 s for a last checkpoint"]
+
+
+def test_when_its_grace_is_over_it_is_ended(signals: Signals, notice: Notice, said: list[str]) -> None:
+    began = time.monotonic()
+    assert python(TOLD + "time.sleep(60)", signals, notice, grace_s=0.3) == -signal.SIGTERM
+    assert 0.3 <= time.monotonic() - began < 5
+    assert signals.passed_on
+    assert said[1:] == ["its time is up: it is ended"]
+
+
+def test_and_killed_if_it_does_not_heed_that(signals: Signals, notice: Notice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "AFTER_GRACE_S", 0.1)
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + TOLD + "time.sleep(60)"
+    assert python(stubborn, signals, notice, grace_s=0.3) == -signal.SIGKILL
+
+
+def test_another_signal_ends_it_before(notice: Notice, said: list[str]) -> None:
+    moments = iter([100.0, 102.0])
+    with Signals(mono=lambda: next(moments)) as signals:
+        again = "time.sleep(0.05); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+        assert python(TOLD + again, signals, notice) == -signal.SIGTERM
+    assert signals.passed_on
+    assert said[1:] == ["another signal has come: the job is ended"]
+
+
+@pytest.mark.parametrize("answer", ["line.send(b'n')", "line.close()"])
+def test_a_job_in_which_nobody_listens_is_ended_at_once(
+    signals: Signals, notice: Notice, said: list[str], answer: str
+) -> None:
+    asked = f"os.kill(os.getppid(), signal.SIGTERM); line.recv(1); {answer}; time.sleep(60)"
+    assert python(asked, signals, notice) == -signal.SIGTERM
+    assert said == ["nobody in the job listens to a notice of SIGTERM: it is ended at once"]
+
+
+def test_so_is_one_whose_launcher_does_not_answer(
+    signals: Signals, notice: Notice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "ANSWER_S", 0.05)
+    assert python("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", signals, notice) == -signal.SIGTERM
+
+
+def test_other_signals_end_it_without_a_notice(signals: Signals, notice: Notice, said: list[str]) -> None:
+    ended = "signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    assert python(ended, signals, notice) == -signal.SIGINT
+    assert said == []
+
+
+def test_a_signal_that_ends_no_job_otherwise(said: list[str]) -> None:
+    with Signals(preempt=signal.SIGUSR2) as signals, Notice(signal.SIGUSR2, said.append) as notice:
+        assert python(TOLD.replace("TERM", "USR2") + "sys.exit(3)", signals, notice) == 3
+    assert said == ["told the job that SIGUSR2 ends it; it has 10 s for a last checkpoint"]
 
 
 # --- what it leaves behind -----------------------------------------------------------------------------------------

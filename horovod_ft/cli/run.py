@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -15,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from horovod_ft.agent.budget import Budget
+from horovod_ft.agent.notice import Notice
 from horovod_ft.agent.outcome import Ending, ending, judge
 from horovod_ft.agent.supervisor import Signals, attend
 from horovod_ft.installation import require_launcher
@@ -23,6 +25,21 @@ from horovod_ft.settings import PREFIX, Settings
 LAUNCHER = (sys.executable, "-m", "horovod_ft.agent.launcher")
 #: EX_TEMPFAIL of sysexits.h, which batch systems know: it may work when tried again. horovodrun has no such status.
 EXIT_GIVEN_UP = 75
+
+
+class PreemptSignal(str, Enum):
+    """Signals of which a job can be told before they end it."""
+
+    TERM = "TERM"
+    USR1 = "USR1"
+    USR2 = "USR2"
+    HUP = "HUP"
+    INT = "INT"
+    NONE = "none"
+
+    @property
+    def number(self) -> signal.Signals | None:
+        return None if self is PreemptSignal.NONE else signal.Signals[f"SIG{self.value}"]
 
 
 class Run(TyperCommand):
@@ -69,6 +86,10 @@ def run(
     grace: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="After a SIGTERM, Ctrl-C or SIGHUP the job has this long.")
     ] = 30.0,
+    preempt_signal: Annotated[
+        PreemptSignal,
+        typer.Option(case_sensitive=False, help="The job is told of this signal, and has the grace for a checkpoint."),
+    ] = PreemptSignal.TERM,
     discovery_interval: Annotated[
         float | None,
         typer.Option(
@@ -89,10 +110,10 @@ def run(
     starts without loading TensorFlow and torch into the launcher; a host that comes back gets its workers again.
 
     **Hosts that come back**: a host fails with a worker of it that ends with a status other than 0, and its other
-    workers are ended. With `--blacklist-cooldown-range LOW HIGH` it comes back after its cooldown (2 LOW at first, then
-    doubled, at most HIGH seconds) if discovery still lists it, also when all others wait for it because fewer than
-    `--min-np` slots are left; its workers are started again and get the last ranks. Without that option it stays away.
-    A job in which nobody is left who has the state of the training ends.
+    workers are ended. With `--blacklist-cooldown-range LOW HIGH` it comes back after its cooldown (2 to 3 times LOW at
+    first, then doubled, at most HIGH seconds) if discovery still lists it, also when all others wait for it because
+    fewer than `--min-np` slots are left. Its workers are started again and get the last ranks. Without that option it
+    stays away. A job ends when nobody is left who has the state of the training.
 
     **Started again** is a job whose first worker to fail was ended by SIGKILL, SIGABRT, SIGTERM, SIGHUP, SIGSEGV or
     SIGBUS, by a lost ssh connection (255) or with status 75 ("try again"), or whose launcher was ended by one of these
@@ -103,16 +124,23 @@ def run(
     A first SIGTERM, Ctrl-C or SIGHUP ends the job; what has not ended after the grace is killed. Hosts reached by ssh
     are left to horovodrun then.
 
-    **Exit code**: 0 when the job has succeeded; horovodrun's own (1 or 2) when it failed in a way that would come
-    again; 75 when it was lost and no restart is left; 128 + n when signal n ended it.
+    **A notice first**: workers of an elastic job are told of the `--preempt-signal`, once, because a batch system
+    sends it before it takes a machine away. The job has the grace to make a last checkpoint and to end by itself.
+    After it, or at another SIGTERM, Ctrl-C or SIGHUP (1 s later or more), it is ended as above, and killed at most
+    12 s after that. If no worker can be told it is ended at once. Workers listen from `@hvd.elastic.run` on. A script
+    of stock Horovod does not, and loses the time: use `--preempt-signal none` with it.
+
+    **Exit code**: 0 when the job has succeeded, also within its grace; horovodrun's own (1 or 2) when it failed in a
+    way that would come again; 75 when it was lost and no restart is left; 128 + n when signal n ended it.
     """
     Settings.from_environment()  # what is misspelt would otherwise be told by each worker
     require_launcher()
     budget = Budget(
         restarts, within_s=within, pause_s=backoff, longest_pause_s=longest_backoff, mono=time.monotonic
     )
-    with Signals() as signals:
-        code = repeat(Launcher(arguments, discovery_interval, signals, grace), budget, signals)
+    preempt = preempt_signal.number
+    with Signals(preempt) as signals:
+        code = repeat(Launcher(arguments, discovery_interval, signals, grace, preempt), budget, signals)
     raise typer.Exit(code)
 
 
@@ -129,6 +157,9 @@ class Pauses(Protocol):
     @property
     def stopped(self) -> int | None: ...
 
+    @property
+    def passed_on(self) -> bool: ...
+
     def pause(self, seconds: float) -> None: ...
 
 
@@ -140,23 +171,35 @@ class Launcher:
         discovery_interval: in seconds; None for Horovod's own.
         signals: to pass on.
         grace_s: from such a signal until the job is killed, in seconds.
+        preempt: the signal of which the job is told before; None for none.
     """
 
     def __init__(
-        self, arguments: Sequence[str], discovery_interval: float | None, signals: Signals, grace_s: float
+        self,
+        arguments: Sequence[str],
+        discovery_interval: float | None,
+        signals: Signals,
+        grace_s: float,
+        preempt: int | None,
     ) -> None:
         self._arguments = arguments
         self._interval = [] if discovery_interval is None else ["--discovery-interval", str(discovery_interval)]
         self._signals = signals
         self._grace_s = grace_s
+        self._preempt = preempt
 
     def __call__(self, number: int) -> Ending:
-        env = {**os.environ, f"{PREFIX}ATTEMPT": str(number)}
         with tempfile.TemporaryDirectory(prefix="horovod_ft-") as folder:
             outcome = Path(folder) / "outcome.json"
             own = [*self._interval, *(["--restarted"] if number else []), "--outcome", str(outcome)]
-            status = attend([*LAUNCHER, *own, "--", *self._arguments], env, self._signals, self._grace_s)
-            return ending(status, outcome)
+            if self._preempt is None:
+                return ending(self._attend(own, number, None), outcome)
+            with Notice(self._preempt, _say) as notice:
+                return ending(self._attend([*own, "--notices", str(notice.theirs)], number, notice), outcome)
+
+    def _attend(self, own: Sequence[str], number: int, notice: Notice | None) -> int:
+        env = {**os.environ, f"{PREFIX}ATTEMPT": str(number)}
+        return attend([*LAUNCHER, *own, "--", *self._arguments], env, self._signals, self._grace_s, notice)
 
 
 def repeat(attempt: Attempt, budget: Budget, signals: Pauses) -> int:
@@ -164,10 +207,10 @@ def repeat(attempt: Attempt, budget: Budget, signals: Pauses) -> int:
     number = 0
     while True:
         end = attempt(number)
+        if end.status == 0 and not signals.passed_on:
+            return 0
         if signals.stopped is not None:
             return _stopped(signals.stopped)
-        if end.status == 0:
-            return 0
         verdict = judge(end, ran_before=number > 0)
         if not verdict.recoverable:
             _say(f"the job failed, and would again: {verdict.reason}")

@@ -26,6 +26,23 @@ def main(folder: str, how: str) -> None:
         raise ValueError("an error of the script")
     if how in ("waits", "stubborn"):
         time.sleep(100)
+    if how.startswith("listens"):
+        sys.exit(listen(Path(folder), settings.start_rank, int(how.split()[1])))
+
+
+def listen(folder: Path, rank: int, status: int) -> int:
+    """Join the group, and wait to be told that the job will be ended. Returns the status."""
+    import horovod_ft.torch as hvd  # noqa: PLC0415  seconds, which the others do not need
+    from horovod_ft.torch.runtime import current  # noqa: PLC0415
+
+    hvd.init()
+    membership = current().membership
+    membership.watch()
+    (folder / f"listens-{rank}").touch()
+    while not membership.preempted():
+        time.sleep(0.01)
+    (folder / f"heard-{rank}").touch()
+    return status
 
 
 if __name__ == "__main__":

@@ -77,9 +77,26 @@ def test_a_signal_leaves_no_process(tmp_path: Path, how: str, grace: str) -> Non
         ended = running.wait(BOUND_S)
         seconds = time.monotonic() - began
     assert (ended.returncode, ended.leftovers) == (128 + signal.SIGTERM, 0), ended.output
+    assert "horovod-ft run: nobody in the job listens to a notice of SIGTERM: it is ended at once" in ended.output
     assert "horovod-ft run: the job was ended by SIGTERM" in ended.output
     assert {name[0] for name in ran(tmp_path)} == {"0"}
     assert seconds < 20
+
+
+def named(folder: Path, what: str) -> int:
+    return len(list(folder.glob(f"{what}-*")))
+
+
+@pytest.mark.parametrize(("status", "code"), [(75, 128 + signal.SIGTERM), (0, 0)])
+def test_workers_hear_that_the_job_will_be_ended(tmp_path: Path, status: int, code: int) -> None:
+    with job(tmp_path, f"listens {status}", "--restarts", "2") as running:
+        running.wait_for("all workers to listen", lambda _: named(tmp_path, "listens") == WORKERS)
+        running.stop(signal.SIGTERM)
+        ended = running.wait(BOUND_S)
+    assert (ended.returncode, ended.leftovers) == (code, 0), ended.output
+    assert named(tmp_path, "heard") == WORKERS
+    assert {name[0] for name in ran(tmp_path)} == {"0"}
+    assert "horovod-ft run: told the job that SIGTERM ends it; it has 30 s for a last checkpoint" in ended.output
 
 
 def test_a_host_that_all_wait_for_gets_its_worker_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from horovod_ft.agent.budget import Budget
+from horovod_ft.agent.notice import Notice
 from horovod_ft.agent.outcome import Ending, describe
 from horovod_ft.agent.supervisor import Signals
 from horovod_ft.cli.run import EXIT_GIVEN_UP, repeat, run, with_border
@@ -75,8 +76,11 @@ class Job:
 class Pauses:
     """Stands for ``Signals``: remembers the pauses, and hears a signal in the last of them if told to."""
 
-    def __init__(self, stopped: int | None = None, stop_in_pause: int | None = None) -> None:
+    def __init__(
+        self, stopped: int | None = None, stop_in_pause: int | None = None, *, passed_on: bool = False
+    ) -> None:
         self.stopped = stopped
+        self.passed_on = passed_on
         self.seconds: list[float] = []
         self._stop_in_pause = stop_in_pause
 
@@ -151,9 +155,21 @@ def test_hosts_that_do_not_come_back_are_waited_for_again() -> None:
 @pytest.mark.parametrize("end", [DONE, LOST, WRONG, Ending(-15)])
 def test_a_signal_to_us_ends_it_however_it_ended(end: Ending, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(end)
-    assert repeat(job, budget(3), Pauses(stopped=signal.SIGTERM)) == 128 + signal.SIGTERM
+    assert repeat(job, budget(3), Pauses(stopped=signal.SIGTERM, passed_on=True)) == 128 + signal.SIGTERM
     assert job.attempts == [0]
     assert capsys.readouterr().err == "horovod-ft run: the job was ended by SIGTERM\n"
+
+
+@pytest.mark.parametrize("end", [failed(75), LOST, WRONG])
+def test_so_it_does_when_the_job_was_told_and_has_ended_by_itself(end: Ending) -> None:
+    job = Job(end)
+    assert repeat(job, budget(3), Pauses(stopped=signal.SIGUSR1)) == 128 + signal.SIGUSR1
+    assert job.attempts == [0]
+
+
+def test_a_job_that_succeeds_within_its_grace_has_succeeded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert repeat(Job(DONE), budget(3), Pauses(stopped=signal.SIGTERM)) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_signal_in_a_pause_starts_nothing_more() -> None:
@@ -165,6 +181,10 @@ def test_a_signal_in_a_pause_starts_nothing_more() -> None:
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
+#: What ``horovod-ft run`` may listen to.
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 class Attended:
     """Stands for ``attend``: remembers what it is to run, and leaves an error behind if told to."""
 
@@ -172,9 +192,16 @@ class Attended:
         self.commands: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
         self.graces: list[float] = []
+        self.notices: list[str | None] = []
+        self.heard: list[signal.Signals] = []
         self.errors: list[Exception] = []
 
-    def __call__(self, command: Sequence[str], env: Mapping[str, str], signals: Signals, grace_s: float) -> int:
+    def __call__(
+        self, command: Sequence[str], env: Mapping[str, str], signals: Signals, grace_s: float, notice: Notice | None
+    ) -> int:
+        assert ("--notices" in command) is (notice is not None)
+        self.notices.append(None if notice is None else notice.name)
+        self.heard = [number for number in HEARD if signal.getsignal(number) == signals._note]
         self.commands.append(list(command))
         self.environments.append(dict(env))
         self.graces.append(grace_s)
@@ -218,6 +245,24 @@ def test_our_options_reach_it(ran: Ran, attended: Attended) -> None:
     assert attended.graces == [7.0]
 
 
+def test_by_default_the_job_is_told_of_a_sigterm(ran: Ran, attended: Attended) -> None:
+    ran()
+    assert attended.notices == ["SIGTERM"]
+    assert attended.heard == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("name", ["USR1", "usr2", "HUP", "INT"])
+def test_or_of_another_signal(ran: Ran, attended: Attended, name: str) -> None:
+    ran("--preempt-signal", name)
+    assert attended.notices == [f"SIG{name.upper()}"]
+    assert signal.Signals[f"SIG{name.upper()}"] in attended.heard
+
+
+def test_or_of_none(ran: Ran, attended: Attended) -> None:
+    ran("--preempt-signal", "none")
+    assert attended.notices == [None]
+
+
 def test_each_attempt_is_told_to_the_workers(ran: Ran, attended: Attended) -> None:
     attended.errors = [RuntimeError(LOST.message), RuntimeError(LOST.message)]
     assert ran("--restarts", "3", "--backoff", "0").code == 0
@@ -246,7 +291,14 @@ def test_without_horovod(ran: Ran, attended: Attended, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "options", [("--restarts", "-1"), ("--restarts", "many"), ("--backoff", "-1"), ("--discovery-interval", "0")]
+    "options",
+    [
+        ("--restarts", "-1"),
+        ("--restarts", "many"),
+        ("--backoff", "-1"),
+        ("--discovery-interval", "0"),
+        ("--preempt-signal", "KILL"),
+    ],
 )
 def test_a_value_that_cannot_be_used(ran: Ran, attended: Attended, options: tuple[str, str]) -> None:
     told = ran(*options)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from horovod_ft.torch.arena import ALIGNMENT, TorchArena
+from horovod_ft.torch.arena import ALIGNMENT, HostMemory, TorchArena
 from horovod_ft.torch.replica import TorchReplica
 from tests.unit.torch.tools import SHIPPED, copy_of, make, model_for, network, same, train
 
@@ -130,3 +134,100 @@ def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch: pytest.Mon
     before = copy_of(model)
     arena.read()
     assert same(copy_of(model), before)
+
+
+# --- the memory itself -----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_used_again_for_anything_that_fits_in() -> None:
+    memory = HostMemory()
+    (large,) = memory.room([1000], pinned=False)
+    small, smaller = memory.room([100, 3], pinned=False)
+    assert small.data_ptr() == large.data_ptr()
+    assert smaller.data_ptr() == large.data_ptr() + 128
+    assert memory.nbytes == 1024
+
+
+def test_memory_grows_when_there_is_too_little() -> None:
+    memory = HostMemory()
+    memory.room([100], pinned=False)
+    (view,) = memory.room([5000], pinned=False)
+    assert (len(view), memory.nbytes) == (5000, 5056)
+
+
+def test_a_copy_from_the_host_is_done_at_once() -> None:
+    memory = HostMemory()
+    views = memory.room([3, 0], pinned=False)
+    wait = memory.copy(views, [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)])
+    assert views[0].tolist() == [1, 2, 3]
+    wait()
+
+
+class Device:
+    """CUDA's streams and events, written down in the order in which they are used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        for name in ("Stream", "stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def Stream(self, device: object) -> Device.Of:  # noqa: N802  # torch's name
+        return Device.Of(self, "side")
+
+    def current_stream(self, device: object) -> Device.Of:
+        return Device.Of(self, "main")
+
+    @contextmanager
+    def stream(self, stream: Device.Of) -> Iterator[None]:
+        self.calls.append(f"on {stream.name}")
+        yield
+        self.calls.append("off")
+
+    class Of:
+        """A stream or an event of it."""
+
+        def __init__(self, device: Device, name: str) -> None:
+            self.device, self.name = device, name
+
+        def wait_stream(self, other: Device.Of) -> None:
+            self.device.calls.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Device.Of) -> None:
+            self.wait_stream(event)
+
+        def record_event(self) -> Device.Of:
+            return Device.Of(self.device, f"an event of {self.name}")
+
+        def synchronize(self) -> None:
+            self.device.calls.append(f"thread waits for {self.name}")
+
+
+class OnDevice:
+    """A tensor that looks as if it were on a GPU; there is none where these tests run."""
+
+    device = torch.device("cuda", 0)
+
+
+class View:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def copy_(self, source: object, *, non_blocking: bool) -> None:
+        assert non_blocking
+        self.calls.append("copy")
+
+
+def test_from_a_gpu_a_copy_follows_the_update_and_the_next_update_follows_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    memory = HostMemory()
+    source: Any = OnDevice()
+    view: Any = View(device.calls)
+    wait = memory.copy([view, view], [source, source])
+    assert device.calls == ["side waits for main", "on side", "copy", "copy", "off"]
+    device.calls.clear()
+    memory.settle()
+    memory.settle()
+    wait()
+    assert device.calls == ["main waits for an event of side", "thread waits for an event of side"]

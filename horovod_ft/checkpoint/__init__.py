@@ -2,7 +2,11 @@
 
 from horovod_ft.checkpoint.inspection import Candidate, Level, Status
 from horovod_ft.checkpoint.retention import Retention, prune
+from horovod_ft.checkpoint.saver import Captured, SaveEnded, Saver
 from horovod_ft.checkpoint.schedule import Schedule
 from horovod_ft.checkpoint.store import CheckpointStore
 
-__all__ = ["Candidate", "CheckpointStore", "Level", "Retention", "Schedule", "Status", "prune"]
+__all__ = [
+    "Candidate", "Captured", "CheckpointStore", "Level", "Retention", "SaveEnded", "Saver", "Schedule", "Status",
+    "prune",
+]  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.partition import parts
+from horovod_ft.checkpoint.save import Captured
 from horovod_ft.checkpoint.store import CheckpointStore
 from horovod_ft.checkpoint.tensors import Tensor, tensor
 
@@ -54,6 +56,16 @@ def half(store: CheckpointStore, step: int, attempt: str = "a", size: int = 2) -
 def save(store: CheckpointStore, step: int, attempt: str = "a", size: int = 2) -> Manifest:
     """A whole checkpoint of ``tensors(step)``."""
     return half(store, step, attempt, size)[1]()
+
+
+def captured(step: int, rank: int = 0, size: int = 1, **fields: Any) -> Captured:
+    """One worker's part of a save of ``tensors(step)``."""
+    state = tensors(step)
+    mine = Captured(
+        step, "a", 4, rank, size, [one.spec for one in state], parts(state, rank, size), lambda: None, local(rank),
+        VALUES, {"torch": "2.0"},
+    )  # fmt: skip
+    return replace(mine, **fields)
 
 
 def problems(store: CheckpointStore) -> dict[str, Any]:

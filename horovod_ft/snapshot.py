@@ -21,13 +21,11 @@ ARENAS = 2
 
 
 class Arena(Protocol):
-    """Memory for one copy of parameters and optimizer state, kept from copy to copy.
+    """Memory for one copy of parameters and optimizer state, kept from copy to copy."""
 
-    Attributes:
-        nbytes: its size.
-    """
-
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
 
     def fits(self) -> bool:
         """Whether what was copied belongs to the present model and optimizers."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from horovod_ft.agreement import Gradients, Reach
+from horovod_ft.checkpoint.partition import Part, Piece
+from horovod_ft.checkpoint.tensors import Tensor, TensorSpec
 from horovod_ft.data import Range
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
@@ -77,6 +79,9 @@ class Trainee(Replica, Protocol):
     def ft_copies(self) -> Copies | None:
         """Full copies of the state, if it takes any."""
 
+    def ft_durable(self) -> Durable | None:
+        """What a durable checkpoint holds of it; None if it cannot be checkpointed."""
+
     def ft_guard(self) -> ReplicaGuard | None:
         """How often replicas are to be compared; None for never."""
 
@@ -109,3 +114,39 @@ class Trainee(Replica, Protocol):
 
     def stepping(self) -> None:
         """Training goes by ``state.step()``: nothing but light state has to be remembered."""
+
+
+class Durable(Protocol):
+    """What a durable checkpoint holds of a training state. No collectives.
+
+    Attributes:
+        versions: of the frameworks, by name.
+    """
+
+    versions: Mapping[str, str]
+
+    def tensors(self) -> list[TensorSpec]:
+        """All replicated tensors, in an order that is equal on all workers."""
+
+    def capture(self, pieces: Sequence[Piece]) -> tuple[list[Part], Callable[[], None]]:
+        """Copy these bytes of the tensors into host memory that is kept from capture to capture.
+
+        Returns:
+            the parts; and what blocks until their memory is filled, in any thread. One capture is in use at a time.
+        """
+
+    def shared(self) -> dict[str, Any]:
+        """Everything but the tensors that is equal on all workers, as of the last commit, in plain values."""
+
+    def local(self) -> Any:
+        """What this worker has of its own, in plain values."""
+
+    def open(self, shared: dict[str, Any]) -> list[Tensor]:
+        """Make room for the state that belongs to ``shared``, and give the memory of its tensors, to be read into.
+
+        Raises:
+            MismatchError: it is of another training; nothing has changed.
+        """
+
+    def restored(self, shared: dict[str, Any], local: Any) -> None:
+        """The memory that ``open`` gave is filled: let everything have its value."""

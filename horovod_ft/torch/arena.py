@@ -82,7 +82,7 @@ class HostMemory:
         with torch.cuda.stream(stream):
             for view, source in pairs:
                 view.copy_(source, non_blocking=True)
-        event = stream.record_event()
+        event: torch.cuda.Event = stream.record_event()
         self._under_way.append((event, [source for _, source in pairs]))  # whose memory is not free before that
         return event
 

@@ -124,6 +124,8 @@ class Buffers(BasePart):
                     buffers[name] = None  # it came later
         for (index, name), saved in value.items():
             live = self._owners[index].get(name)
+            if live is not None:
+                saved = saved.to(live.device)  # noqa: PLW2901  a checkpoint has it on the host
             if live is not None and kinds_of([live]) == kinds_of([saved]):
                 live.copy_(saved)
             else:
@@ -201,12 +203,12 @@ class Attributes(BasePart):
     replicated = True
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self.names = tuple(names)
         self._owner = owner
-        self._names = tuple(names)
         self._saved: dict[str, Any] = {}
 
     def export(self) -> dict[str, Any]:
-        return {name: copied(getattr(self._owner, name)) for name in self._names}
+        return {name: copied(getattr(self._owner, name)) for name in self.names}
 
     def adopt(self, value: dict[str, Any]) -> None:
         for name, item in value.items():

@@ -112,18 +112,23 @@ class TorchReplica:
                 else:
                     optimizer.state.pop(parameter, None)
 
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of what is equal on all workers: parameters, then the state of optimizers."""
+        yield from ((name, tensor) for name, tensor, local in self.named() if not local)
+        yield from self._optimizer_tensors()
+
+    def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for owner, optimizer in self._optimizers().items():
+            for index, parameter in enumerate(_parameters(optimizer)):
+                for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{owner}.state.{index}.{key}", value
+
     def optimizer_tensors(self) -> list[torch.Tensor]:
-        return [
-            value
-            for optimizer in self._optimizers().values()
-            for parameter in _parameters(optimizer)
-            if parameter in optimizer.state
-            for value in optimizer.state[parameter].values()
-            if isinstance(value, torch.Tensor)
-        ]
+        return [tensor for _, tensor in self._optimizer_tensors()]
 
     def replicated_tensors(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor, local in self.named() if not local] + self.optimizer_tensors()
+        return [tensor for _, tensor in self.replicated()]
 
     def digest(self) -> int:
         """The bits of all replicated tensors in one number of 64 bits: their sums as whole numbers, chained."""

@@ -14,12 +14,15 @@ from typing import NamedTuple
 
 from horovod_ft.committer import Frontier
 from horovod_ft.data import Range
-from horovod_ft.errors import DivergenceError, RecoveryError
+from horovod_ft.errors import DivergenceError, JobLostError
 from horovod_ft.membership.base import Collectives, Group
 from horovod_ft.policy import Costs, Failure
 
 #: The phase of a worker whose guard has found that replicas differ.
 DIVERGED = "guard"
+#: Generations of one attempt at a job: numbers go on from attempt to attempt, so that records of several can be told
+#: apart.
+GENERATIONS = 100_000
 
 
 class Resume(Enum):
@@ -106,6 +109,9 @@ class Standing(NamedTuple):
         copies: steps that it has a full copy of, and the seconds since each was taken.
         back: it wants to go back to the newest of them.
         restarts: how often it has gone back without getting further than before.
+        attempt: how often the job was started before.
+        store: it can restore durable checkpoints.
+        durable: committed steps of the newest one that it knows of, and the seconds since; None if it knows of none.
     """
 
     frontier: Frontier
@@ -129,6 +135,9 @@ class Standing(NamedTuple):
     copies: tuple[tuple[int, float], ...]
     back: bool
     restarts: int
+    attempt: int = 0
+    store: bool = False
+    durable: tuple[int, float] | None = None
 
     @property
     def sound(self) -> bool:
@@ -158,7 +167,8 @@ class Agreement:
     Attributes:
         frontier: of the newest sound state.
         holders: ranks, in the new group, that have it. At the start of a job one alone, whose state all begin with:
-            rank 0, or the first that a start that was cut off has left as it was.
+            rank 0, or the first that a start that was cut off has left as it was. Nobody, if only a durable checkpoint
+            is left.
         lacking: ranks that must receive it.
         newcomers: ranks whose processes are new; a subset of ``lacking``, but for the holder at the start of a job.
         generation: of the new group: one more than the last that was agreed on, 0 for the first.
@@ -180,6 +190,7 @@ class Agreement:
         restarts: as in Standing, the largest.
         diverged: a guard has found that replicas differ, and no majority.
         processes: of the new group, by rank.
+        durable: as in Standing, of the worker that knows of the newest.
     """
 
     frontier: Frontier
@@ -207,6 +218,7 @@ class Agreement:
     restarts: int = 0
     diverged: bool = False
     processes: tuple[int, ...] = ()
+    durable: tuple[int, float] | None = None
 
 
 def who_has_it(
@@ -229,19 +241,19 @@ def conclude(standings: Sequence[Standing], processes: Sequence[int] = ()) -> Ag
             have agreed in that one: an agreement can be complete on some workers only.
 
     Raises:
-        RecoveryError: workers survived, but none of them has a whole state.
+        JobLostError: workers survived, but none of them has a whole state, and there is no store.
     """
     sound = [rank for rank, standing in enumerate(standings) if standing.sound]
     fresh = tuple(rank for rank, standing in enumerate(standings) if standing.fresh)
     start = len(fresh) == len(standings)
     if start:
         sound = [rank for rank, standing in enumerate(standings) if not standing.torn][:1]
-    if not sound:
-        raise RecoveryError(
-            "the last workers with a whole state died while they were sending it to the others: no replica is left. "
-            "Start the job again"
+    if not sound and not all(standing.store for standing in standings):
+        raise JobLostError(
+            "the last workers with a whole state died while they were sending it to the others: no replica is left, "
+            "and no checkpoint (elastic.run(checkpoint=...)). Start the job again"
         )
-    newest = max(standings[rank].frontier for rank in sound)
+    newest = max((standings[rank].frontier for rank in sound), default=Frontier(0, 0))
     holders = tuple(rank for rank in sound if standings[rank].frontier == newest)
     previous = max(standings, key=lambda standing: standing.generation)
     ranks = {process: rank for rank, process in enumerate(processes)} or {
@@ -255,9 +267,9 @@ def conclude(standings: Sequence[Standing], processes: Sequence[int] = ()) -> Ag
         holders=holders,
         lacking=tuple(rank for rank in range(len(standings)) if rank not in holders),
         newcomers=fresh,
-        generation=previous.generation + 1,
+        generation=max(previous.generation + 1, standings[0].attempt * GENERATIONS),
         start=start,
-        computed_by=standings[holders[0]].computed_by,
+        computed_by=standings[holders[0]].computed_by if holders else None,
         reenter=any(standing.resume is not Resume.FINISHING for standing in standings),
         lost=() if start else tuple(sorted(set(range(previous.size)) - set(survivors))),
         survivors=() if start else survivors,
@@ -276,6 +288,7 @@ def conclude(standings: Sequence[Standing], processes: Sequence[int] = ()) -> Ag
         restarts=max(standing.restarts for standing in standings),
         diverged=any(standing.phase == DIVERGED for standing in standings),
         processes=tuple(standing.process for standing in standings),
+        durable=max((standing.durable for standing in standings if standing.durable is not None), default=None),
     )
 
 
@@ -298,6 +311,8 @@ def _reach(standings: Sequence[Standing], holders: Sequence[int], newcomers: Seq
     """The merged frontiers; or why the update cannot be finished."""
     if newcomers:
         return f"worker {newcomers[0]} has just joined and has no part of the mini-batch"
+    if not holders:
+        return "no worker has a whole state"
     behind = [rank for rank in range(len(standings)) if rank not in holders]
     if behind:
         return f"worker {behind[0]} is behind worker {holders[0]}, who has finished that update"
@@ -350,7 +365,7 @@ def failure_of(agreement: Agreement, size: int) -> Failure:
     elements = reach.elements if reach else ()
     whole = reach.whole if reach else ()
     missing = sum(size for size, holder in zip(elements, reach.holders if reach else (), strict=True) if holder is None)
-    copy = agreement.copies[0] if agreement.copies else None
+    back = newest_copy(agreement)
     replay_s = agreement.step_s * agreement.size_before / size
     return Failure(
         generation=agreement.generation - 1,
@@ -374,14 +389,20 @@ def failure_of(agreement: Agreement, size: int) -> Failure:
         elements_done=sum(size for size, done in zip(elements, whole, strict=True) if done),
         closed=agreement.closed,
         diverged=agreement.diverged,
-        checkpoint_step=copy.step if copy else None,
-        checkpoint_age_s=copy.age_s if copy else None,
+        checkpoint_step=back[0] if back else None,
+        checkpoint_age_s=back[1] if back else None,
         costs=Costs(
             replay_s=replay_s,
             forward_s=None if agreement.closed else agreement.reduction_s * missing / max(sum(elements), 1),
-            restart_s=replay_s * (agreement.frontier.step - copy.step + 1) if copy else None,
+            restart_s=replay_s * (agreement.frontier.step - back[0] + 1) if back else None,
         ),
     )
+
+
+def newest_copy(agreement: Agreement) -> tuple[int, float] | None:
+    """Step and age, in seconds, of the copy that the group would go back to, in memory or durable; None without one."""
+    ways = [(copy.step, copy.age_s) for copy in agreement.copies[:1]]
+    return max([*ways, *([] if agreement.durable is None else [agreement.durable])], default=None)
 
 
 def agree(comm: Collectives, mine: Standing, schema: Sequence[str], processes: Sequence[int] = ()) -> Agreement:

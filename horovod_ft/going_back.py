@@ -43,15 +43,25 @@ def go_back(
         lacking = tuple(rank for rank in everybody if rank not in verdict.healthy)
         if membership.group.rank in lacking:
             committer.torn = True  # its copy is another one, and counts no more even if the group breaks meanwhile
-        lost_steps = max(since - copy.step, 0)  # a newcomer may not know
-        bus.emit("restarted", to=copy.step, lost_steps=lost_steps)
-        log.warning("horovod_ft: training goes back to step %d, %d steps", copy.step, lost_steps)
-        return replace(
-            agreement, frontier=Frontier(copy.step, 0), holders=verdict.healthy, lacking=lacking,
-            newcomers=tuple(rank for rank in lacking if rank not in copy.holders), computed_by=None, reenter=True,
-            open_ranges=(), reach=None,
-        )  # fmt: skip
+        told_went_back(bus, copy.step, since)
+        gone = went_back(agreement, copy.step, verdict.healthy, lacking)
+        return replace(gone, newcomers=tuple(rank for rank in lacking if rank not in copy.holders))
     raise RecoveryError(_nowhere_to_go([copy.step for copy in agreement.copies]))
+
+
+def went_back(agreement: Agreement, step: int, holders: tuple[int, ...], lacking: tuple[int, ...] = ()) -> Agreement:
+    """The agreement on the state of an earlier step, with these who have it and those who lack it."""
+    return replace(
+        agreement, frontier=Frontier(step, 0), holders=holders, lacking=lacking, newcomers=(), computed_by=None,
+        reenter=True, open_ranges=(), reach=None,
+    )  # fmt: skip
+
+
+def told_went_back(bus: EventBus, step: int, since: int) -> None:
+    """Put on record that training goes back from a step to an earlier one."""
+    lost_steps = max(since - step, 0)  # a newcomer may not know
+    bus.emit("restarted", to=step, lost_steps=lost_steps)
+    log.warning("horovod_ft: training goes back to step %d, %d steps", step, lost_steps)
 
 
 def _restore(membership: Membership, copy: Copied, trainee: Trainee, committer: Committer) -> Verdict | None:
@@ -85,5 +95,5 @@ def _nowhere_to_go(tried: list[int]) -> str:
         return f"training cannot go back: the workers' copies of the steps {tried} differ, and no majority has the same"
     return (
         "training cannot go back: there is no full copy of the state yet. StateCommitter(state, every=k, keep='copy') "
-        "takes one after each k-th step"
+        "takes one after each k-th step, elastic.run(checkpoint=...) saves some"
     )

@@ -17,10 +17,12 @@ from horovod_ft.transfer import transfer
 log = logging.getLogger("horovod_ft")
 
 
-def heal_if_due(membership: Membership, trainee: Trainee, committer: Committer, bus: EventBus) -> None:
-    """``heal``, if the guard asks for it after this step."""
+def heal_if_due(
+    membership: Membership, trainee: Trainee, committer: Committer, bus: EventBus, *, also: bool = False
+) -> None:
+    """``heal``, if there is a guard and it asks for it after this step; or ``also`` now, equal on all workers."""
     guard = trainee.ft_guard()
-    if guard is not None and committer.frontier.step % guard.every == 0:
+    if guard is not None and (also or committer.frontier.step % guard.every == 0):
         heal(membership, trainee, committer, bus)
 
 

@@ -27,6 +27,7 @@ class OpenStep:
             there.
         back_from: it is given up together with steps before it, for a copy of an earlier state: the newest of these
             steps. None otherwise.
+        begins_at: at the start of a training that others may have begun before: the step that it goes on from.
         given_up: its gradients are gone; until all have the state that the group goes on from.
         noted: how the group broke in this step; kept, in case the user's code catches the exception.
     """
@@ -39,6 +40,7 @@ class OpenStep:
         self.stepping = False
         self.shared_by = Group(0, 1, -1)
         self.back_from: int | None = None
+        self.begins_at: int | None = None
         self.given_up = False
         self.noted: BaseException | None = None
         self._ledger = ledger
@@ -137,5 +139,7 @@ class OpenStep:
             if copies is not None:
                 copies.forget_after(agreement.frontier.step)
             self._history.went_back(self.back_from)
-        self.back_from = None
+        elif self.begins_at is not None:
+            self._ledger.went_back(self.begins_at, agreement.generation)
+        self.back_from = self.begins_at = None
         self.given_up = False

@@ -226,8 +226,8 @@ def decide(policy: RecoveryPolicy, failure: Failure) -> Decision | None:
     if isinstance(decision, Restart) and failure.checkpoint_step is None:
         raise PolicyError(
             f"the recovery policy {policy!r} answered {decision!r}, but there is no full copy of the state to go back "
-            "to: StateCommitter(state, keep='copy') makes some, in a training that goes by state.step(). A policy can "
-            "see that in failure.checkpoint_step"
+            "to: elastic.run(checkpoint=...) saves some, StateCommitter(state, keep='copy') keeps some in memory, in a "
+            "training that goes by state.step(). A policy can see that in failure.checkpoint_step"
         )
     if isinstance(decision, Forward) and decision.leaves_nothing(failure):
         raise PolicyError(

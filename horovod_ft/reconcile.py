@@ -14,14 +14,16 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 
 from horovod_ft.agreement import Agreement, Resume, Standing, agree, failure_of, same_everywhere
-from horovod_ft.errors import PolicyError, RecoveryError
+from horovod_ft.errors import JobLostError, PolicyError, RecoveryError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
-from horovod_ft.going_back import go_back
+from horovod_ft.going_back import go_back, told_went_back, went_back
 from horovod_ft.history import History
 from horovod_ft.membership.base import Collectives, Group, Membership
 from horovod_ft.open_step import OpenStep
 from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart, decide
+from horovod_ft.restoring import Restored, Restoring
+from horovod_ft.saving import Saving
 from horovod_ft.transfer import transfer
 
 log = logging.getLogger("horovod_ft")
@@ -52,10 +54,20 @@ class Reconciler:
     Attributes:
         policy: asked after each failure; None while no training function runs.
         back: the script wants to go back to a copy, and no policy is asked.
+
+    Args:
+        attempt: how often the job was started before.
     """
 
     def __init__(
-        self, membership: Membership, bus: EventBus, injector: Injector, open_step: OpenStep, history: History
+        self,
+        membership: Membership,
+        bus: EventBus,
+        injector: Injector,
+        open_step: OpenStep,
+        history: History,
+        saving: Saving,
+        attempt: int,
     ) -> None:
         self.policy: RecoveryPolicy | None = None
         self.back = False
@@ -66,6 +78,11 @@ class Reconciler:
         self._trainee = open_step.trainee
         self._committer = open_step.committer
         self._history = history
+        self._saving = saving
+        self._attempt = attempt
+        self._restoring = Restoring(
+            membership, open_step.trainee, open_step.committer, bus, injector, history.mono
+        )
         self._agreed: Group | None = None
         self._processes: tuple[int, ...] = ()
         self._process = secrets.randbits(63)
@@ -81,6 +98,7 @@ class Reconciler:
         Raises:
             RecoveryError: the policy has decided to give up, nobody has a whole state, or there is no copy to go back
                 to.
+            CheckpointError: there are durable checkpoints, and none of them can be used.
             PolicyError: the policy has failed.
             DivergenceError: the workers do not train the same thing, or their policies decide differently.
         """
@@ -134,6 +152,9 @@ class Reconciler:
             copies=() if copies is None else tuple((step, copies.age_s(step)) for step in copies.steps),
             back=self.back,
             restarts=history.restarts,
+            attempt=self._attempt,
+            store=self._saving.store is not None,
+            durable=self._saving.newest,
         )
 
     # --- decision --------------------------------------------------------------------------------------------------
@@ -141,11 +162,15 @@ class Reconciler:
     def _decide(self, agreement: Agreement) -> Decision | None:
         """What the policy makes of the failure behind this group; None if there was none, or it does not matter.
 
-        It does not when all training functions have returned: there is nothing to compute again.
+        It does not when all training functions have returned: there is nothing to compute again. Nor when nobody has a
+        whole state: then a checkpoint is all that is left.
         """
+        if not agreement.holders and not agreement.start:
+            return Restart()
         done = not agreement.reenter and agreement.consecutive <= MAX_AT_THE_END
         if not agreement.consecutive or agreement.start or done:
             return None
+        self._saving.failed()
         if agreement.back:
             return Restart()
         assert self.policy is not None
@@ -170,7 +195,14 @@ class Reconciler:
                 raise RecoveryError(reason)
 
     def _start_over(self, agreement: Agreement) -> Agreement:
-        """All go back to the newest commit that anybody has."""
+        """All go back to the newest commit that anybody has; at the start of a job, to the newest checkpoint."""
+        if agreement.start and self._saving.store is not None:
+            restored = self._from_store(agreement)
+            if restored is not None:
+                self._open.begins_at = restored.frontier.step
+                return restored
+        if agreement.start and self._attempt:
+            self._open.begins_at = 0
         self._open.give_up(agreement)
         if not self._committer.fresh:
             self._trainee.regrouped(self._membership.group)
@@ -187,7 +219,7 @@ class Reconciler:
         return agreement
 
     def _restart(self, agreement: Agreement) -> Agreement:
-        """All go back to a copy of an earlier state."""
+        """All go back to a copy of an earlier state, in memory or durable: the newest."""
         if agreement.restarts >= MAX_RESTARTS:
             raise RecoveryError(
                 f"training has gone back to a copy {agreement.restarts} times without getting further than step "
@@ -195,11 +227,36 @@ class Reconciler:
             )
         self._open.give_up(agreement)
         since = self._open.back_from = max(agreement.frontier.step, self._open.back_from or 0)  # of a try that broke
-        agreement = go_back(self._membership, agreement, since, self._trainee, self._committer, self._bus)
+        agreement = self._to_copy(agreement, since)
         if not self._committer.fresh:
             self._trainee.regrouped(self._membership.group)
         self._transfer(agreement)
         return agreement
+
+    def _to_copy(self, agreement: Agreement, since: int) -> Agreement:
+        durable = -1 if agreement.durable is None else agreement.durable[0]
+        in_memory = bool(agreement.copies) and agreement.copies[0].step >= durable
+        restored = None if in_memory or self._saving.store is None else self._from_store(agreement)
+        if restored is None:
+            return go_back(self._membership, agreement, since, self._trainee, self._committer, self._bus)
+        told_went_back(self._bus, restored.frontier.step, since)
+        return restored
+
+    def _from_store(self, agreement: Agreement) -> Agreement | None:
+        """All have the newest durable checkpoint. Returns the agreement on that; None if there is none."""
+        assert self._saving.store is not None
+        restored: Restored | None = self._restoring.newest(
+            self._saving.store, agreement.generation, self._open.number_for_faults
+        )
+        if restored is None:
+            if not agreement.holders and not agreement.copies:
+                raise JobLostError(
+                    "the last workers with a whole state died while they were sending it to the others, and there is "
+                    f"no checkpoint in {self._saving.store.url} yet. Start the job again"
+                )
+            return None
+        self._saving.restored(restored.step, restored.values)
+        return went_back(agreement, restored.step, tuple(range(self._membership.group.size)))
 
     def _transfer(self, agreement: Agreement) -> None:
         began = self._history.mono()
@@ -233,6 +290,7 @@ class Reconciler:
         """All workers have the state: the group is in order from now on."""
         self._membership.adopt_generation(agreement.generation)
         self._open.settled(agreement)
+        self._saving.settled(agreement)
         group = self._membership.group
         if deals_anew:
             self._open.shared_by = group
@@ -253,16 +311,19 @@ def _decide_alike(policy: RecoveryPolicy, failure: Failure, comm: Collectives) -
     same_everywhere(comm, "decision of the recovery policy", answer)
     if isinstance(decision, PolicyError):
         raise decision
-    return decision or _given_up(policy, failure)
+    if decision is None:
+        raise _given_up(policy, failure)
+    return decision
 
 
-def _given_up(policy: RecoveryPolicy, failure: Failure) -> Abort:
-    """No policy has an answer."""
+def _given_up(policy: RecoveryPolicy, failure: Failure) -> RecoveryError:
+    """No policy has an answer. Without a lost worker the job would most likely end like that again."""
     lost = (
         f"and the last failure took the workers {list(failure.lost)}" if failure.lost else
         "although no worker was lost: the cause is in the step itself (see the first error in the log)"
     )  # fmt: skip
-    return Abort(
+    kind = JobLostError if failure.lost else RecoveryError
+    return kind(
         f"step {failure.step + 1} failed {failure.consecutive} times in a row, {lost}. The recovery policy {policy!r} "
         "has no answer to that"
     )

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from horovod_ft.agreement import Resume
-from horovod_ft.changes import Changes
+from horovod_ft.changes import Changes, Heard
+from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.committer import Committer
 from horovod_ft.errors import UsageError
 from horovod_ft.events import EventBus
@@ -24,8 +25,10 @@ from horovod_ft.history import History
 from horovod_ft.ledger import Ledger
 from horovod_ft.membership.base import Membership
 from horovod_ft.open_step import OpenStep
+from horovod_ft.policies.checkpoint_restart import checkpoint_restart_in
 from horovod_ft.policy import Forward, RecoveryPolicy, Restart, decisions_of
 from horovod_ft.regroup import MAX_ATTEMPTS, Regrouping, Restarted
+from horovod_ft.saving import Saving
 from horovod_ft.step import StepContext, Steps
 from horovod_ft.trainee import Trainee
 
@@ -39,7 +42,12 @@ class HostsChanged(Exception):  # noqa: N818  a signal between an adapter and th
 
 
 class Engine:
-    """One training state under one policy. Not thread-safe: all calls come from the training thread."""
+    """One training state under one policy. Not thread-safe: all calls come from the training thread.
+
+    Args:
+        attempt: how often the job was started before.
+        timeout_s: bound of the waits for a checkpoint to be saved, when training ends.
+    """
 
     def __init__(
         self,
@@ -50,6 +58,9 @@ class Engine:
         injector: Injector,
         ledger: Ledger,
         mono: Callable[[], float] = time.monotonic,
+        *,
+        attempt: int = 0,
+        timeout_s: float = 600.0,
     ) -> None:
         self.membership = membership
         self.committer = committer
@@ -58,21 +69,31 @@ class Engine:
         self._bus = bus
         history = History(mono)
         self._open = OpenStep(trainee, committer, ledger, bus, history)
-        self._changes = Changes(membership)
-        self._regrouping = Regrouping(membership, bus, injector, self._open, self._changes, history)
-        self._steps = Steps(membership, bus, injector, self._open, self._changes, self._regrouping)
+        self._saving = Saving(membership, bus, injector, self._open, mono, timeout_s)
+        self._changes = Changes(membership, self._saving.wishes)
+        self._regrouping = Regrouping(
+            membership, bus, injector, self._open, self._changes, history, self._saving, attempt
+        )
+        self._steps = Steps(membership, bus, injector, self._open, self._changes, self._regrouping, self._saving)
 
     # --- the training function -------------------------------------------------------------------------------------
 
-    def run(self, policy: RecoveryPolicy, function: Callable[[], T]) -> T:
+    def run(self, policy: RecoveryPolicy, function: Callable[[], T], checkpoints: Checkpoints | None = None) -> T:
         """Run the training function to its end, through all failures that the policy recovers. Blocks until then.
+
+        Args:
+            checkpoints: where durable ones are saved, and restored from when the job begins.
 
         Raises:
             RecoveryError: the policy gave up, or no group can be formed; on every survivor.
             DivergenceError: the workers do not train the same thing.
+            CheckpointError: there are checkpoints, and none can be used; or the state cannot be saved.
+            ConfigurationError: the policy needs checkpoints, and there is no place for them.
+            SystemExit: the job is about to be ended from outside; see ``Saving.committed``.
         """
         if self._steps.running:
             raise UsageError("this state is already inside elastic.run")
+        self._saving.start(checkpoints, checkpoint_restart_in(policy))
         self._steps.keeping = Forward in decisions_of(policy)
         self._steps.may_restart = Restart in decisions_of(policy)
         self._trainee.keep_gradients(self._steps.keeping)
@@ -101,6 +122,7 @@ class Engine:
                     return result
         finally:
             self._steps.running = False
+            self._saving.close()
 
     def _all_finished(self) -> bool:
         """Wait until every worker's training function has returned; False if it has to run once more."""
@@ -108,6 +130,7 @@ class Engine:
             try:
                 self._changes.heard()  # nobody joins any more
                 self.membership.comm.allgather_object(None, "finish")
+                self._saving.last()
                 return True
             except self.membership.failure_types as error:
                 if self._regrouping.recover(error, Resume.FINISHING, "outside").agreement.reenter:
@@ -132,16 +155,24 @@ class Engine:
         if self._steps.running:
             heal_if_due(self.membership, self._trainee, self.committer, self._bus)
         self._open.begin_by_hand()
-        self.check_for_changes()
+        if Heard.CHANGED in self._asked(committed=True):
+            raise HostsChanged
 
     def check_for_changes(self) -> None:
         """Like ``commit_explicitly``, without the commit: if workers come or go, all go back to the last one."""
-        if not self._steps.running:
-            return
-        heard = self._changes.heard()  # a question that ``step`` has left open
-        self._changes.ask()
-        if self._changes.heard() or heard:
+        if Heard.CHANGED in self._asked(committed=False):
             raise HostsChanged
+
+    def _asked(self, *, committed: bool) -> Heard:
+        """What the workers have to say now. Blocks for one small collective."""
+        if not self._steps.running:
+            return Heard.NOTHING
+        heard = self._changes.heard() & Heard.CHANGED  # a question that ``step`` has left open
+        self._changes.ask(self.committer.frontier.step)
+        heard |= self._changes.heard()
+        if committed:
+            self._saving.committed(heard)
+        return heard
 
     # --- scripts that go by steps ----------------------------------------------------------------------------------
 
@@ -153,6 +184,11 @@ class Engine:
     def step(self) -> StepContext:
         """The context manager behind ``state.step()``."""
         return StepContext(self._steps)
+
+    @property
+    def durable(self) -> bool:
+        """There is a store that checkpoints are saved in and restored from."""
+        return self._saving.store is not None
 
     @property
     def inside_step(self) -> bool:

@@ -11,7 +11,7 @@ import logging
 
 from horovod_ft.agreement import Agreement, Resume
 from horovod_ft.changes import Changes
-from horovod_ft.errors import DivergenceError, RecoveryError
+from horovod_ft.errors import CheckpointError, DivergenceError, JobLostError, RecoveryError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
 from horovod_ft.history import History
@@ -19,6 +19,7 @@ from horovod_ft.membership.base import Membership
 from horovod_ft.open_step import OpenStep
 from horovod_ft.policy import RecoveryPolicy, Restart
 from horovod_ft.reconcile import Outcome, Reconciler
+from horovod_ft.saving import Saving
 
 log = logging.getLogger("horovod_ft")
 
@@ -45,6 +46,8 @@ class Regrouping:
         open_step: OpenStep,
         changes: Changes,
         history: History,
+        saving: Saving,
+        attempt: int,
     ) -> None:
         self._membership = membership
         self._bus = bus
@@ -52,7 +55,7 @@ class Regrouping:
         self._open = open_step
         self._changes = changes
         self._history = history
-        self._reconciler = Reconciler(membership, bus, injector, open_step, history)
+        self._reconciler = Reconciler(membership, bus, injector, open_step, history, saving, attempt)
 
     def start(self, policy: RecoveryPolicy) -> None:
         """A training function is about to run, in the group that stands already."""
@@ -70,6 +73,7 @@ class Regrouping:
 
         Raises:
             RecoveryError: the policy gave up, or no group can be formed; on every survivor.
+            CheckpointError: there are durable checkpoints to go back to, and none of them can be used.
             DivergenceError: the workers do not train the same thing.
             Restarted: ``resume`` is IN_PLACE, and there is no going on in that place.
         """
@@ -78,7 +82,7 @@ class Regrouping:
         self._bus.emit("drained", gradients_done=done, gradients_asked=asked)
         try:
             outcome = self._assemble(resume, phase, failed=True, formed=False)
-        except RecoveryError as fatal:
+        except (RecoveryError, CheckpointError) as fatal:
             self._bus.emit("aborted", reason=str(fatal))
             if isinstance(error, DivergenceError):
                 raise error from fatal
@@ -133,7 +137,7 @@ class Regrouping:
             except self._membership.failure_types as error:
                 self._broken(error, during="recovery")
                 failed, formed = True, False
-        raise RecoveryError(f"{MAX_ATTEMPTS} groups in a row broke before training could go on in one of them")
+        raise JobLostError(f"{MAX_ATTEMPTS} groups in a row broke before training could go on in one of them")
 
     def _reform(self) -> None:
         began = self._history.mono()

@@ -13,7 +13,7 @@ from pathlib import Path
 from horovod_ft.errors import ConfigurationError
 
 PREFIX = "HOROVOD_FT_"
-KNOWN = ("POLICY", "FAULTS", "EVENTS", "LEDGER", "TIMEOUT", "ATTEMPT", "CACHE")
+KNOWN = ("POLICY", "CHECKPOINT", "FAULTS", "EVENTS", "LEDGER", "TIMEOUT", "ATTEMPT", "CACHE")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Settings:
 
     Attributes:
         policy: text of ``HOROVOD_FT_POLICY``, such as ``rollback(max_consecutive=5)``; None when unset.
+        checkpoint: ``HOROVOD_FT_CHECKPOINT``: a folder or URL for durable checkpoints; None when unset.
         faults: text of ``HOROVOD_FT_FAULTS``: the path of a TOML file, or the plan itself; None when unset.
         events: folder for one JSON-lines file a worker; None switches recording off.
         ledger: folder for the ledger of samples; None switches it off.
@@ -33,6 +34,7 @@ class Settings:
     """
 
     policy: str | None = None
+    checkpoint: str | None = None
     faults: str | None = None
     events: Path | None = None
     ledger: Path | None = None
@@ -59,6 +61,7 @@ class Settings:
             )
         return cls(
             policy=env.get(PREFIX + "POLICY") or None,
+            checkpoint=env.get(PREFIX + "CHECKPOINT") or None,
             faults=env.get(PREFIX + "FAULTS") or None,
             events=_folder(env, "EVENTS"),
             ledger=_folder(env, "LEDGER"),

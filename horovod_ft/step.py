@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from horovod_ft.agreement import DIVERGED, Resume
-from horovod_ft.changes import Changes
+from horovod_ft.changes import Changes, Heard
 from horovod_ft.errors import DivergenceError, UsageError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
@@ -21,6 +21,7 @@ from horovod_ft.membership.base import Membership
 from horovod_ft.open_step import OpenStep
 from horovod_ft.policy import Forward
 from horovod_ft.regroup import Regrouping, Restarted
+from horovod_ft.saving import Saving
 
 
 class Steps:
@@ -41,6 +42,7 @@ class Steps:
         open_step: OpenStep,
         changes: Changes,
         regrouping: Regrouping,
+        saving: Saving,
     ) -> None:
         self.running = False
         self.keeping = False
@@ -54,6 +56,7 @@ class Steps:
         self._committer = open_step.committer
         self._changes = changes
         self._regrouping = regrouping
+        self._saving = saving
         #: Its failure has been recovered inside, by a replay or by giving up, and its body is on its way out.
         self._leaving = False
         #: Why the body cannot simply be left: what it was recovered with did not end in this step.
@@ -81,7 +84,7 @@ class Steps:
         self._open.begin()
         if not self._changes.asked:
             try:
-                self._changes.ask()
+                self._changes.ask(self._open.number)
             except self._membership.failure_types as error:
                 self.note(error)
         self.inside = True
@@ -105,10 +108,11 @@ class Steps:
         try:
             self._injector.at("commit", self._open.number)
             self._open.commit(self._membership.group)
-            heal_if_due(self._membership, self._trainee, self._committer, self._bus)
-            changed = self._changes.heard()
-            if not changed:
-                self._changes.ask()  # and look at the answer when the next step ends: nobody waits for it
+            heard = self._changes.heard()
+            heal_if_due(self._membership, self._trainee, self._committer, self._bus, also=Heard.SAVE in heard)
+            self._saving.committed(heard)
+            if Heard.CHANGED not in heard:
+                self._changes.ask(self._open.number)  # and look at the answer when the next step ends: nobody waits
         except self._membership.failure_types as error:
             self._regrouping.recover(error, Resume.IN_PLACE, "commit")
             return
@@ -117,7 +121,7 @@ class Steps:
                 raise
             self._regrouping.recover(error, Resume.IN_PLACE, DIVERGED)
             return
-        if changed:
+        if Heard.CHANGED in heard:
             self._regrouping.resize(Resume.IN_PLACE)
 
     # --- a failure inside ------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def transfer(comm: Collectives, agreement: Agreement, rank: int, replica: Replic
     newcomer = rank in agreement.newcomers
     sent = [block for block in replica.blocks() if agreement.newcomers or not block.local]
     taken = [mine and (newcomer or not block.local) for block in sent]
-    total = _send(comm, agreement.holders, rank, sent, taken)
+    total = send(comm, agreement.holders, rank, sent, taken)
     if mine:
         behind = committer.frontier.step < agreement.frontier.step
         light = present if newcomer else committed if behind else None
@@ -106,10 +106,14 @@ def transfer(comm: Collectives, agreement: Agreement, rank: int, replica: Replic
     return Transferred(total, len(agreement.lacking))
 
 
-def _send(
+def send(
     comm: Collectives, holders: Sequence[int], rank: int, blocks: Sequence[Block], taken: Sequence[bool]
 ) -> int:
-    """Broadcast all chunks and write those blocks that this worker takes; returns the bytes sent."""
+    """Broadcast blocks from those who have them, and write those that this worker takes. Blocks; all workers call it.
+
+    Returns:
+        the bytes that were sent.
+    """
     run = _Run(blocks, taken)
     for index, chunk in enumerate(plan_chunks(run.total, holders)):
         scratch = np.empty(chunk.stop - chunk.start, dtype=np.uint8)

@@ -99,6 +99,20 @@ def _restarted(group: Sequence[Event]) -> str:
     return f"went back to step {data['to']}: {again}"
 
 
+def _restored(group: Sequence[Event]) -> str:
+    data = group[0].data
+    slowest = max(float(event.data["duration_s"]) for event in group)
+    return f"restored step {data['to']} from {data['folder']}: {data['nbytes'] / 1e6:.1f} MB in {slowest:.2f} s"
+
+
+def _save_late(group: Sequence[Event]) -> str:
+    return "a checkpoint is due, and the one before is still being written"
+
+
+def _preempted(group: Sequence[Event]) -> str:
+    return "the job is about to be ended from outside: the workers leave"
+
+
 def _resumed(group: Sequence[Event]) -> str:
     return f"goes on: {max(float(event.data['gap_s']) for event in group):.3f} s from the last step to this one"
 
@@ -134,6 +148,9 @@ TELL: dict[str, Callable[[Sequence[Event]], str]] = {
     "failure_detected": _noticed,
     "forward": _forward,
     "restarted": _restarted,
+    "restored": _restored,
+    "save_late": _save_late,
+    "preempted": _preempted,
     "recovered": _recovered,
     "resumed": _resumed,
     "joined": _joined,

@@ -434,4 +434,5 @@ class FakePending:
         self._round = round_
 
     def result(self) -> int:
-        return functools.reduce(operator.or_, self._world.take(self._member, "changed", self._round))
+        said: list[int] = self._world.take(self._member, "changed", self._round)
+        return functools.reduce(operator.or_, said)

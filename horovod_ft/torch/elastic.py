@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, overload
 
 from horovod.common.elastic import ObjectState, State, run_fn
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from horovod_ft.agreement import Reach
+from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.committer import Committer
 from horovod_ft.data import Range
 from horovod_ft.errors import ConfigurationError, PolicyError
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
 from horovod_ft.policies.auto import Auto
+from horovod_ft.policies.checkpoint_restart import CheckpointRestart
 from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
@@ -33,6 +36,7 @@ from horovod_ft.trainee import Finished
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Where: TypeAlias = str | os.PathLike[str] | Checkpoints
 S = TypeVar("S", bound=State)
 Training = Callable[Concatenate[S, P], R]
 
@@ -42,10 +46,14 @@ def run(function: Training[S, P, R], /) -> Training[S, P, R]: ...
 
 
 @overload
-def run(*, policy: RecoveryPolicy | str | None = None) -> Callable[[Training[S, P, R]], Training[S, P, R]]: ...
+def run(
+    *, policy: RecoveryPolicy | str | None = None, checkpoint: Where | None = None
+) -> Callable[[Training[S, P, R]], Training[S, P, R]]: ...
 
 
-def run(function: Any = None, /, *, policy: RecoveryPolicy | str | None = None) -> Any:
+def run(
+    function: Any = None, /, *, policy: RecoveryPolicy | str | None = None, checkpoint: Where | None = None
+) -> Any:
     """Decorate a training function ``train(state, ...)`` so that it goes on when workers die or join.
 
     Used as ``@run`` or ``@run(policy=...)``. The function's first argument is the state. A failure inside
@@ -54,14 +62,20 @@ def run(function: Any = None, /, *, policy: RecoveryPolicy | str | None = None) 
 
     Args:
         policy: what to do after a failure: a policy, or its name as in ``HOROVOD_FT_POLICY``. Default: the environment,
-            else ``MiniBatchRollback()``.
+            else ``MiniBatchRollback()``, and where that has no answer ``CheckpointRestart()`` if there are checkpoints.
+        checkpoint: where durable checkpoints are saved, for when no replica is left: a folder that all hosts share, a
+            URL, or ``Checkpoints(...)``. A job that begins goes on from the newest one there. Default:
+            ``HOROVOD_FT_CHECKPOINT``, else nowhere.
 
     Raises:
         PolicyError: there is no such policy.
+        ConfigurationError: ``checkpoint`` names no place.
     """
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
     if chosen is not None and not callable(chosen):
         raise PolicyError(f"policy must be a recovery policy or the name of one, not {policy!r}")
+
+    place = checkpoint if checkpoint is None or isinstance(checkpoint, Checkpoints) else Checkpoints(checkpoint)
 
     def decorate(train: Training[S, P, R]) -> Training[S, P, R]:
         @functools.wraps(train)
@@ -72,18 +86,28 @@ def run(function: Any = None, /, *, policy: RecoveryPolicy | str | None = None) 
                     f"hvd.elastic.TorchState(...), not {type(state).__name__}"
                 )
             engine = state.engine if isinstance(state, TorchState) else _engine_of(state)
-            return engine.run(_policy(chosen), lambda: train(state, *args, **kwargs))
+            checkpoints = _checkpoints(place)
+            return engine.run(_policy(chosen, checkpoints), lambda: train(state, *args, **kwargs), checkpoints)
 
         return wrapper
 
     return decorate if function is None else decorate(function)
 
 
-def _policy(argument: RecoveryPolicy | None) -> RecoveryPolicy:
+def _policy(argument: RecoveryPolicy | None, checkpoints: Checkpoints | None) -> RecoveryPolicy:
     if argument is not None:
         return argument
     text = current().settings.policy
-    return parse_policy(text) if text else MiniBatchRollback()
+    if text:
+        return parse_policy(text)
+    if checkpoints is None:
+        return MiniBatchRollback()
+    return MiniBatchRollback() | CheckpointRestart("auto" if checkpoints.every is None else checkpoints.every)
+
+
+def _checkpoints(argument: Checkpoints | None) -> Checkpoints | None:
+    text = current().settings.checkpoint
+    return argument if argument is not None or not text else Checkpoints(text)
 
 
 class _StatePart(BasePart):
@@ -141,6 +165,9 @@ class _OtherState:
     def ft_copies(self) -> None:
         return None
 
+    def ft_durable(self) -> None:
+        return None
+
     def ft_guard(self) -> None:
         return None
 
@@ -192,6 +219,8 @@ def _engine_of(state: Any) -> Engine:
 __all__ = [
     "Abort",
     "Auto",
+    "CheckpointRestart",
+    "Checkpoints",
     "Decision",
     "ElasticDataLoader",
     "ElasticSampler",

@@ -24,6 +24,7 @@ from horovod_ft.recovery import Engine, StepContext
 from horovod_ft.snapshot import ARENAS, Copies
 from horovod_ft.torch.arena import TorchArena
 from horovod_ft.torch.completion import Completion, Shares
+from horovod_ft.torch.durable import TorchDurable
 from horovod_ft.torch.faults import install_faults
 from horovod_ft.torch.loader import ElasticDataLoader
 from horovod_ft.torch.optimizer import Distributed
@@ -90,8 +91,13 @@ class TorchState(State):  # type: ignore[misc]
         self._snapshot = Snapshot(self._replica.replicated_tensors, self._replica.structure, self._replica.prepare)
         self._snapshot.enabled = self._loader is None
         self._copies: Copies | None = None
-        self._committer = Committer(self._parts())
-        self.engine = Engine(runtime.membership, self, self._committer, runtime.bus, runtime.injector, runtime.ledger)
+        parts = self._parts()
+        self._committer = Committer(list(parts.values()))
+        self._durable = TorchDurable(self._replica, self._committer, parts)
+        self.engine = Engine(
+            runtime.membership, self, self._committer, runtime.bus, runtime.injector, runtime.ledger,
+            attempt=runtime.settings.attempt, timeout_s=runtime.settings.timeout_s,
+        )  # fmt: skip
         for value in tracked.values():
             self._look_after(value)
         if len(self._distributed()) > 1:  # whose parameters may have the same names, and whose gradients may overlap
@@ -161,19 +167,20 @@ class TorchState(State):  # type: ignore[misc]
     def restore(self) -> None:
         """Go back to the last ``commit`` or ``save``. Never blocks.
 
-        With ``step`` and a ``StateCommitter`` that keeps copies, inside ``elastic.run``: take all workers back to the
-        newest copy, whether one of them calls this or several, and enter the training function again, from the top.
-        Does not return then. Blocks for the time of a recovery. The steps since the copy are computed again; so will be
-        what led here, if nothing but the state decides it: after ten times without getting further, training ends. It
-        leaves the training function by an exception on all workers, each in its own place: a ``finally`` or
+        With ``step``, inside ``elastic.run``: take all workers back to the newest copy, of a ``StateCommitter`` or a
+        durable checkpoint, whether one of them calls this or several, and enter the training function again, from the
+        top. Does not return then. Blocks for the time of a recovery. The steps since the copy are computed again; so
+        will be what led here, if nothing but the state decides it: after ten times without getting further, training
+        ends. It leaves the training function by an exception on all workers, each in its own place: a ``finally`` or
         ``except BaseException`` around the loop must not call collectives.
 
         Raises:
-            UsageError: with ``step``, and without such a StateCommitter or outside ``elastic.run``.
+            UsageError: with ``step``, and without any of these or outside ``elastic.run``.
             RecoveryError: no worker has a copy, or the workers' copies differ.
         """
         if self.engine.stepping:
-            self._full_copies("restore")
+            if not self.engine.durable:
+                self._full_copies("restore")
             self.engine.go_back()
         for part in self._committer.parts:
             part.rollback()
@@ -191,7 +198,8 @@ class TorchState(State):  # type: ignore[misc]
         if self._copies is None:
             raise UsageError(
                 f"state.{called}() in a training that goes by state.step() needs full copies of the state, of which "
-                "there are none: make a StateCommitter(state, every=k, keep='copy') after the state"
+                "there are none: make a StateCommitter(state, every=k, keep='copy') after the state, or use "
+                "elastic.run(checkpoint=...)"
             )
         return self._copies
 
@@ -323,6 +331,9 @@ class TorchState(State):  # type: ignore[misc]
     def ft_copies(self) -> Copies | None:
         return self._copies
 
+    def ft_durable(self) -> TorchDurable:
+        return self._durable
+
     def ft_guard(self) -> ReplicaGuard | None:
         return next(iter(self._named(ReplicaGuard).values()), None)
 
@@ -384,6 +395,7 @@ class TorchState(State):  # type: ignore[misc]
             self._snapshot.begin()
         if self._copies is not None:
             self._copies.settle()
+        self._durable.settle()
         self.engine.injector.at("optimizer", self._committer.frontier.step + 1)
 
     def admit_update(self) -> bool:
@@ -465,18 +477,23 @@ class TorchState(State):  # type: ignore[misc]
                 "Others, for validation say, need not be tracked"
             )
 
-    def _parts(self) -> list[Part]:
-        buffers = Buffers(lambda: self._named(torch.nn.Module).values())
-        parts: list[Part] = [RandomState(), _EvenWeights(self), buffers, self._snapshot]
+    def _parts(self) -> dict[str, Part]:
+        """By attribute, or, with a space in it, by what they hold."""
+        parts: dict[str, Part] = {
+            "random generators": RandomState(),
+            "even weights": _EvenWeights(self),
+            "all buffers": Buffers(lambda: self._named(torch.nn.Module).values()),
+            "last commit": self._snapshot,
+        }
         plain = []
         for name, kind in self._names.items():
             if kind in PARTS:
-                parts.append(PARTS[kind](self._getter(name)))
+                parts[name] = PARTS[kind](self._getter(name))
             elif kind == "loader":
-                parts.append(CursorPart(self._cursor_of(name)))
+                parts[name] = CursorPart(self._cursor_of(name))
             elif kind == "value":
                 plain.append(name)
-        return [*parts, Attributes(self, plain)]
+        return {**parts, "plain values": Attributes(self, plain)}
 
     def _getter(self, name: str) -> Callable[[], Any]:
         return lambda: getattr(self, name)

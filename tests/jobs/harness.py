@@ -85,6 +85,7 @@ def run_job(
     script: Sequence[str] = (),
     env: dict[str, str] | None = None,
     timeout_s: float = 75.0,
+    launcher: Sequence[str] = LAUNCHER,
     **config: Any,
 ) -> Outcome:
     """Run a job to its end; ``during`` is called while it runs. Further arguments are fields of ``Config``.
@@ -97,7 +98,7 @@ def run_job(
     environment = {"HOROVOD_FT_FAULTS": "\n".join(faults), "PYTHONPATH": str(HERE.parent.parent), **(env or {})}
     with LocalJob(
         command, workers, folder, min_workers=min_workers, env=environment, arguments=arguments,
-        launcher=LAUNCHER,
+        launcher=launcher,
     ) as job:  # fmt: skip
         if during is not None:
             during(job)

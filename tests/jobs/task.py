@@ -33,6 +33,9 @@ class Config:
             an error in the body (``restore_by="one"``), by all after it (``all``), or by start rank 1 in the body
             (``inside``).
         own_policy: in place of ``policy``, one of those in ``training.OWN_POLICIES``.
+        checkpoint: where durable checkpoints are saved, after each ``every`` steps.
+        settle_after: after these steps each worker waits until its part of a checkpoint is written.
+        stop_at: the script ends with an error before this step.
     """
 
     folder: str
@@ -61,6 +64,11 @@ class Config:
     restore_by: str = "one"
     restore_in: int = 0
     own_policy: str | None = None
+    checkpoint: str | None = None
+    every: int | None = None
+    end_on_error: bool = False
+    settle_after: tuple[int, ...] = ()
+    stop_at: int | None = None
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

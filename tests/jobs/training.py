@@ -48,7 +48,7 @@ def main(config: Config) -> None:
         hvd.elastic.StateCommitter(state, config.copy_every, keep="copy")
     spoiler = Spoiler(config)
 
-    @hvd.elastic.run(policy=policy_of(config))
+    @hvd.elastic.run(policy=policy_of(config), checkpoint=checkpoints_of(config))
     def train(state: Any) -> None:
         with spoiler.answered(state):
             steps(state)
@@ -77,6 +77,7 @@ def main(config: Config) -> None:
                         scaler.update()
                         scheduler.step()
                 spoiler.after(state)
+                settle(config, state)
                 if config.disagree_at == state.steps:
                     (Path(config.folder) / f"ahead-{START_RANK}").write_text(str(os.getpid()))
             if config.metric:
@@ -84,7 +85,8 @@ def main(config: Config) -> None:
             state.epochs_seen += 1
 
     if config.commit_every:
-        hvd.elastic.run(policy=config.policy)(functools.partial(commit_by_hand, config))(state)
+        run = hvd.elastic.run(policy=config.policy, checkpoint=checkpoints_of(config))
+        run(functools.partial(commit_by_hand, config))(state)
     else:
         train(state)
     leave_result(config, state)
@@ -114,6 +116,20 @@ def helpers(config: Config) -> dict[str, Any]:
     return {**rule, **guard}
 
 
+def checkpoints_of(config: Config) -> Any:
+    if config.checkpoint is None:
+        return None
+    return hvd.elastic.Checkpoints(config.checkpoint, every=config.every, end_on_error=config.end_on_error)
+
+
+def settle(config: Config, state: Any) -> None:
+    saver = state.engine._saving._saver
+    if state.steps in config.settle_after:
+        wait_until(lambda: not saver.busy and saver.newest is not None and saver.newest[0] == state.steps)
+    if config.stop_at == state.steps + 1:
+        raise ValueError("an error of the script's own")
+
+
 def policy_of(config: Config) -> Any:
     return config.policy if config.own_policy is None else OWN_POLICIES[config.own_policy]
 
@@ -129,6 +145,7 @@ def differs(failure: hvd.elastic.Failure) -> hvd.elastic.Decision:
 OWN_POLICIES: dict[str, Any] = {
     "restart": hvd.elastic.MiniBatchRollback() | (lambda failure: hvd.elastic.Restart()),
     "raises": raises,
+    "restarts": hvd.elastic.CheckpointRestart(every=4),
     "nonsense": lambda failure: "replay",
     "differs": differs,
 }

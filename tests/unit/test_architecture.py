@@ -21,9 +21,10 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"policy", "policy_names", "events", "errors", "settings", "version"}),
     frozenset(
         {"agreement", "committer", "data", "faults", "going_back", "guard", "healing", "installation", "ledger",
-         "losses", "membership", "policies", "snapshot", "timeline", "trainee", "transfer", "agent", "checkpoint"}
+         "losses", "membership", "policies", "restoring", "snapshot", "timeline", "trainee", "transfer", "agent",
+         "checkpoint"}
     ),
-    frozenset({"changes", "history", "open_step", "reconcile", "recovery", "regroup", "step"}),
+    frozenset({"changes", "history", "open_step", "reconcile", "recovery", "regroup", "saving", "step"}),
     frozenset({"torch", "keras", "testing"}),
     frozenset({"cli"}),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_ft.data import Deal
-from horovod_ft.errors import PolicyError, RecoveryError
+from horovod_ft.errors import JobLostError, PolicyError
 from horovod_ft.faults.plan import Fault
 from horovod_ft.ledger import LedgerReport, Lossy, verify_ledger
 from horovod_ft.policies.auto import loss
@@ -286,7 +286,7 @@ def test_a_spent_budget_hands_over_to_the_next_policy(tmp_path: Path) -> None:
 def test_without_an_answer_the_job_ends_and_says_why() -> None:
     breakages = [Breakage(1, "gradient.0", 3), Breakage(2, "completion", 1)]
     ended = run_toys(4, breakages, policy=lambda index: LossyForward(max_consecutive=1))
-    assert {type(error) for error in ended.errors.values()} == {RecoveryError}
+    assert {type(error) for error in ended.errors.values()} == {JobLostError}
     said = str(ended.errors[0])
     assert "step 3 failed 2 times in a row, and the last failure took the workers" in said
     assert "LossyForward(missing='reduce_again'" in said
@@ -294,7 +294,7 @@ def test_without_an_answer_the_job_ends_and_says_why() -> None:
 
 def test_a_policy_whose_text_holds_an_address_may_have_no_answer() -> None:
     ended = run_toys(3, [DEATH], policy=lambda index: lambda failure: None)
-    assert {type(error) for error in ended.errors.values()} == {RecoveryError}
+    assert {type(error) for error in ended.errors.values()} == {JobLostError}
     assert "has no answer to that" in str(ended.errors[0])
 
 

@@ -7,7 +7,7 @@ Two updates a step stand for two optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_ft.agreement import Gradients, Reach
+from horovod_ft.checkpoint.options import Checkpoints
+from horovod_ft.checkpoint.partition import Part, Piece
+from horovod_ft.checkpoint.tensors import Tensor, TensorSpec, tensor
 from horovod_ft.committer import Committer
 from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place, Range
 from horovod_ft.events import Event, EventBus
@@ -203,6 +206,39 @@ class WeightsArena:
         self._weights[:] = self.saved
 
 
+class ToyDurable:
+    """What a durable checkpoint holds of a Toy; a ``trainee.Durable``."""
+
+    def __init__(self, toy: Toy) -> None:
+        self.versions: Mapping[str, str] = {}
+        self._toy = toy
+
+    def _tensor(self) -> Tensor:
+        return tensor("weights", "I64", self._toy.weights.shape, self._toy.weights)
+
+    def tensors(self) -> list[TensorSpec]:
+        return [self._tensor().spec]
+
+    def capture(self, pieces: Sequence[Piece]) -> tuple[list[Part], Callable[[], None]]:
+        spec, data = self._tensor()
+        copies = [memoryview(bytes(data[piece.start : piece.stop])) for piece in pieces]
+        return [Part(spec, piece, copy) for piece, copy in zip(pieces, copies, strict=True)], lambda: None
+
+    def shared(self) -> dict[str, Any]:
+        return {"updates": self._toy.schedule.value, "place": list(self._toy.cursor.committed)}
+
+    def local(self) -> Any:
+        return [self._toy.draws.value, self._toy.running]
+
+    def open(self, shared: dict[str, Any]) -> list[Tensor]:
+        return [self._tensor()]
+
+    def restored(self, shared: dict[str, Any], local: Any) -> None:
+        self._toy.schedule.value = shared["updates"]
+        self._toy.cursor.go_to(Place(*shared["place"]))
+        self._toy.draws.value, self._toy.running[:] = local
+
+
 @dataclass
 class Result:
     """What one worker has at the end."""
@@ -224,6 +260,7 @@ class Toy:
         *,
         policy: RecoveryPolicy | None = None,
         faults: Sequence[Fault] = (),
+        attempt: int = 0,
     ) -> None:
         self.membership = membership
         self.job = job
@@ -244,7 +281,10 @@ class Toy:
         self.injector = Injector(faults, membership.index, "host", self.bus, send=membership.die, sleep=lambda _: None)
         self.ledger = Ledger(job.ledger, worker)
         self.ledger.describe(length=job.samples, drop_last=False)
-        self.engine = Engine(membership, self, self.committer, self.bus, self.injector, self.ledger)
+        self.engine = Engine(
+            membership, self, self.committer, self.bus, self.injector, self.ledger, attempt=attempt
+        )
+        self.checkpoints: Checkpoints | None = None
         self.in_body: Callable[[Deal], None] = lambda deal: None
         self.before_step: Callable[[Deal], None] = lambda deal: None
         self.original: Callable[[Deal], None] = self.body
@@ -253,6 +293,7 @@ class Toy:
         self._gradients = [0] * job.updates
         self.guarded: ReplicaGuard | None = None
         self.copies: Copies | None = None
+        self.durable: ToyDurable | None = ToyDurable(self)
         self.sane = True
         self._waiting: int | None = None
         self._reduced: int | None = None
@@ -273,7 +314,7 @@ class Toy:
     # --- the training script ---------------------------------------------------------------------------------------
 
     def run(self) -> Result:
-        self.engine.run(self.policy, self.train)
+        self.engine.run(self.policy, self.train, self.checkpoints)
         return Result(self.weights, self.steps, self.schedule.value, self.cursor.committed, self.membership.group)
 
     def train(self) -> None:
@@ -394,6 +435,9 @@ class Toy:
     def ft_copies(self) -> Copies | None:
         return self.copies
 
+    def ft_durable(self) -> ToyDurable | None:
+        return self.durable
+
     def ft_guard(self) -> ReplicaGuard | None:
         return self.guarded
 
@@ -466,6 +510,7 @@ def run_toys(
     *,
     policy: Callable[[int], RecoveryPolicy] = lambda index: MiniBatchRollback(),
     faults: Sequence[Fault] = (),
+    attempt: int = 0,
     prepare: Callable[[Toy], None] = lambda toy: None,
     script: Callable[[Toy], Result] = Toy.run,
     **world: Any,
@@ -482,7 +527,7 @@ def run_toys(
 
     def live(membership: FakeMembership) -> Result:
         membership.start()
-        toy = Toy(membership, job, policy=policy(membership.index), faults=faults)
+        toy = Toy(membership, job, policy=policy(membership.index), faults=faults, attempt=attempt)
         toys[membership.index] = toy
         prepare(toy)
         return script(toy)

@@ -108,3 +108,21 @@ def test_going_back_to_a_copy_says_how_far(lost: int, told: str) -> None:
     run = Run()
     run.add(1.0, "restarted", 0, to=4, lost_steps=lost)
     assert [row.text for row in chronicle(run.events)] == [f"went back to step 4: {told} computed again"]
+
+
+def test_a_checkpoint_that_was_restored_says_which_and_how_fast() -> None:
+    run = Run()
+    for worker, seconds in ((0, 0.25), (1, 0.5)):
+        run.add(1.0, "restored", worker, to=8, folder="step-0000000008-ab", nbytes=200_000_000, duration_s=seconds)
+    told = "restored step 8 from step-0000000008-ab: 200.0 MB in 0.50 s"
+    assert [row.text for row in chronicle(run.events)] == [told]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("save_late", "the one before is still being written"), ("preempted", "about to be ended from outside")],
+)
+def test_what_became_of_checkpoints(kind: str, told: str) -> None:
+    run = Run()
+    run.add(1.0, kind, 0)
+    assert told in chronicle(run.events)[0].text

@@ -1,0 +1,196 @@
+"""Bring a group to the newest checkpoint in a store that can be used. Collectives, no framework.
+
+All workers read: each its part of the shards, straight into the memory of its tensors, and sends that to the others. So
+whatever was in that memory is gone from the first byte on, and what was read counts only once all checksums are right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from horovod_ft.checkpoint import CheckpointStore, Status
+from horovod_ft.checkpoint.manifest import Manifest
+from horovod_ft.checkpoint.tensors import Tensor, check_fits
+from horovod_ft.committer import Committer
+from horovod_ft.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, StorageError
+from horovod_ft.events import EventBus
+from horovod_ft.faults.inject import Injector
+from horovod_ft.membership.base import Bytes, Membership
+from horovod_ft.trainee import Trainee
+from horovod_ft.transfer import send
+
+log = logging.getLogger("horovod_ft")
+
+#: What is no checkpoint at all: attempts that were cut off, and what others have put there.
+NONE_OF_OURS = (Status.HALF_WRITTEN, Status.FOREIGN)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a group has restored.
+
+    Attributes:
+        step: committed steps.
+        values: everything that is no tensor and equal on all workers.
+    """
+
+    step: int
+    values: Any
+
+
+class Restoring:
+    """One worker's part in it."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        trainee: Trainee,
+        committer: Committer,
+        bus: EventBus,
+        injector: Injector,
+        mono: Callable[[], float],
+    ) -> None:
+        self._membership = membership
+        self._trainee = trainee
+        self._committer = committer
+        self._bus = bus
+        self._injector = injector
+        self._mono = mono
+
+    def newest(self, store: CheckpointStore, generation: int, at_step: int) -> Restored | None:
+        """Restore the newest valid checkpoint. Blocks; all workers of the group call it.
+
+        Args:
+            generation: of the group.
+            at_step: for fault plans, see ``OpenStep.number_for_faults``.
+
+        Returns:
+            what was restored; None if the store holds no checkpoint, valid or not. Nothing has changed then.
+
+        Raises:
+            NoCheckpointError: there are checkpoints, and none of them can be used; lists all, and why.
+            MismatchError: the newest is of another model.
+            StorageError: the store cannot be listed.
+            All of these on all workers.
+        """
+        comm, group = self._membership.comm, self._membership.group
+        damaged: dict[str, str] = {}
+        while True:
+            began = self._mono()
+            found = comm.broadcast_object(_found(store, damaged) if group.rank == 0 else None, 0, "checkpoint")
+            if isinstance(found, CheckpointError):
+                raise found
+            if found is None:
+                return None
+            values, problem = self._read(store, found, generation, at_step)
+            if not problem:
+                took = self._mono() - began
+                self._bus.emit("restored", folder=found.folder, to=found.step, nbytes=found.nbytes, duration_s=took)
+                if group.rank == 0:
+                    log.warning("horovod_ft: restored step %d from %s/%s", found.step, store.url, found.folder)
+                return Restored(found.step, values)
+            damaged[found.folder] = problem
+            self._bus.emit("warning", text=f"the checkpoint {found.folder} cannot be used: {problem}")
+            if group.rank == 0:
+                log.warning("horovod_ft: the checkpoint %s/%s cannot be used: %s", store.url, found.folder, problem)
+
+    def _read(self, store: CheckpointStore, manifest: Manifest, generation: int, at_step: int) -> tuple[Any, str]:
+        """Read one checkpoint. Returns its values, and why it cannot be used after all, if so: the same everywhere."""
+        comm, group = self._membership.comm, self._membership.group
+        read = _attempt(store.read_values, manifest) if group.rank == 0 else None
+        values, error = comm.broadcast_object(read, 0, "values")
+        if error is not None:
+            return None, _why([error])
+        durable = self._trainee.ft_durable()
+        assert durable is not None
+        self._committer.torn = True
+        tensors = durable.open(values)
+        check_fits(manifest.tensors, [tensor.spec for tensor in tensors])
+        local, error = _attempt(self._read_mine, store, manifest, tensors, at_step)
+        problem = _why(comm.allgather_object(error, "restored"))
+        if problem:
+            return None, problem
+        self._exchange(store, manifest, tensors)
+        durable.restored(values, local)
+        if group.rank >= manifest.size:  # there was no such worker: it has the first one's state, and draws of its own
+            self._trainee.joined(generation, group.rank)
+        self._committer.went_back(manifest.step)
+        return values, ""
+
+    def _read_mine(self, store: CheckpointStore, manifest: Manifest, tensors: Sequence[Tensor], at_step: int) -> Any:
+        """Read this worker's part of the shards into the tensors. Returns the values of the worker that it follows."""
+        group = self._membership.group
+        mine = store.plan_read(manifest, group.rank, group.size)
+        for number, index in enumerate(mine):
+            if number == len(mine) // 2:
+                self._injector.at("restore", at_step)
+            store.read_shard(manifest, index, tensors)
+        return store.read_worker(manifest, group.rank if group.rank < manifest.size else 0)
+
+    def _exchange(self, store: CheckpointStore, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Send what this worker has read, and receive what the others have."""
+        group = self._membership.group
+        memory = {tensor.spec.name: np.frombuffer(tensor.data, np.uint8) for tensor in tensors if tensor.spec.nbytes}
+        for reader in range(group.size):
+            for index in store.plan_read(manifest, reader, group.size):
+                pieces = manifest.shards[index].pieces
+                blocks = [Run(memory[piece.tensor][piece.start : piece.stop]) for piece in pieces]
+                taken = [group.rank != reader] * len(blocks)
+                send(self._membership.comm, (reader,), group.rank, blocks, taken)
+
+
+class Run:
+    """Bytes in host memory as a ``transfer.Block``."""
+
+    local = False
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self.nbytes = len(data)
+
+    def host(self, *, read: bool) -> Bytes:
+        return self._data
+
+    def write_back(self) -> None:
+        """``host`` is the memory itself."""
+
+
+def _found(store: CheckpointStore, damaged: dict[str, str]) -> Manifest | CheckpointError | None:
+    """The newest checkpoint that can be used; None if there is none at all; or the error that all workers raise."""
+    try:
+        return store.newest_valid(damaged=damaged)
+    except NoCheckpointError as error:
+        others = [one.folder for one in store.candidates() if one.status not in NONE_OF_OURS]
+        if others:
+            return error
+        if error.problems:
+            log.warning("horovod_ft: training begins anew, there is no whole checkpoint: %s", error)
+        return None
+    except StorageError as error:
+        return error
+
+
+def _attempt(read: Callable[..., Any], *arguments: Any) -> tuple[Any, CheckpointError | None]:
+    """What was read, or the error."""
+    try:
+        return read(*arguments), None
+    except CheckpointError as error:
+        return None, error
+
+
+def _why(errors: Sequence[CheckpointError | None]) -> str:
+    """Why a checkpoint cannot be used, by what all workers have met; empty if they have met nothing.
+
+    Raises:
+        CheckpointError: one that another checkpoint would meet as well.
+    """
+    met = [error for error in errors if error is not None]
+    for error in met:
+        if not isinstance(error, DamagedCheckpointError | StorageError):
+            raise error
+    return "; ".join(dict.fromkeys(map(str, met)))

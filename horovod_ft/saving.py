@@ -1,0 +1,275 @@
+"""Durable checkpoints while training runs: when one is saved, what goes into it, and what became of earlier ones.
+
+All workers save the same step. Rank 0 decides when that is; the others hear of it with the question of ``changes.py``,
+so it costs no collective. A step pays for one copy of this worker's share of the state; writing is the business of
+``checkpoint/saver.py``, in a thread of its own. Nothing is restored here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from horovod_ft.agreement import Agreement
+from horovod_ft.changes import Heard
+from horovod_ft.checkpoint import values
+from horovod_ft.checkpoint.options import Checkpoints
+from horovod_ft.checkpoint.partition import plan
+from horovod_ft.checkpoint.saver import Captured, SaveEnded, Saver
+from horovod_ft.checkpoint.schedule import History, Schedule
+from horovod_ft.checkpoint.store import CheckpointStore
+from horovod_ft.errors import TRY_AGAIN, CheckpointError, ConfigurationError
+from horovod_ft.events import EventBus
+from horovod_ft.faults.inject import Injector
+from horovod_ft.membership.base import Membership
+from horovod_ft.open_step import OpenStep
+from horovod_ft.policies.checkpoint_restart import CheckpointRestart
+from horovod_ft.trainee import Durable
+
+log = logging.getLogger("horovod_ft")
+
+#: Beside what the state calls its own, which has the names of attributes.
+SCHEDULE = "schedule of saves"
+
+
+class Saving:
+    """One worker's part in it. Without a store it saves nothing, and still hears that training has to end.
+
+    Args:
+        timeout_s: bound of the waits for a save to end, when training ends.
+
+    Attributes:
+        store: where checkpoints are; None for nowhere.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        bus: EventBus,
+        injector: Injector,
+        open_step: OpenStep,
+        mono: Callable[[], float],
+        timeout_s: float,
+    ) -> None:
+        self.store: CheckpointStore | None = None
+        self._membership = membership
+        self._bus = bus
+        self._injector = injector
+        self._trainee = open_step.trainee
+        self._committer = open_step.committer
+        self._mono = mono
+        self._timeout_s = timeout_s
+        self._options: Checkpoints | None = None
+        self._saver: Saver | None = None
+        self._schedule = Schedule(step=0, now=mono())
+        self._processes: tuple[int, ...] = ()
+        self._known: tuple[int, float] | None = None
+        self._first = False
+        self._told_busy = False
+        self._fatal: str | None = None
+
+    # --- the beginning -----------------------------------------------------------------------------------------------
+
+    def start(self, options: Checkpoints | None, restart: CheckpointRestart | None) -> None:
+        """A training function is about to run, and nothing of it has been looked at.
+
+        Args:
+            options: where to save; None for nowhere.
+            restart: the part of the policy that goes back to checkpoints, if there is one.
+
+        Raises:
+            ConfigurationError: the two do not fit together, or the state is of a kind that cannot be saved.
+            UnsupportedStateError: something in the state cannot be saved; names its path.
+        """
+        if options is None:
+            if restart is not None:
+                raise ConfigurationError(
+                    f"{restart!r} needs a place for checkpoints: elastic.run(checkpoint=...) or HOROVOD_FT_CHECKPOINT"
+                )
+            self.store = self._saver = self._options = None
+            return
+        if restart is not None and options.every not in (None, restart.every):
+            raise ConfigurationError(
+                f"{options!r} and {restart!r} say differently when checkpoints are saved: leave one of them out"
+            )
+        if options == self._options:
+            return
+        self._options, self.store = options, options.store()
+        values.dump(self._durable().shared(), allow_pickle=options.allow_pickle)
+        values.dump(self._durable().local(), allow_pickle=options.allow_pickle)
+        every = restart or CheckpointRestart("auto" if options.every is None else options.every)
+        self._schedule = every.schedule(self._committer.frontier.step, self._mono())
+        self._saver = Saver(
+            self.store, retention=options.retention(), at=self._injector.at, mono=self._mono, wait_s=self._timeout_s
+        )
+        self._known = None
+        self._first = True
+
+    def _durable(self) -> Durable:
+        durable = self._trainee.ft_durable()
+        if durable is None:
+            raise ConfigurationError("checkpoints are saved of a TorchState, and this state is of another class")
+        return durable
+
+    # --- what the engine tells ---------------------------------------------------------------------------------------
+
+    def wishes(self, step: int) -> Heard:
+        """What this worker has to say to the others about a step."""
+        said = Heard.NOTHING
+        if self._fatal is not None or self._membership.preempted():
+            said |= Heard.END
+        if self._saver is not None:
+            if self._membership.group.rank == 0 and (self._first or self._schedule.due(step, self._mono())):
+                said |= Heard.SAVE
+            if self._saver.busy:
+                said |= Heard.BUSY
+        return said
+
+    def committed(self, heard: Heard) -> None:
+        """A step was committed, and the workers had this to say about it.
+
+        Raises:
+            CheckpointError: a checkpoint could not be saved, and training is to end then; on all workers.
+            SystemExit: the job is about to be ended from outside, and the last checkpoint is saved; on all workers.
+        """
+        self._report()
+        if Heard.END in heard:
+            self._end()
+        elif Heard.SAVE in heard and Heard.BUSY in heard:
+            self._skip()
+        elif Heard.SAVE in heard and self._saver is not None:
+            self._save(self._saver)
+
+    def settled(self, agreement: Agreement) -> None:
+        """A new group is in order."""
+        self._processes = agreement.processes
+        if self._saver is not None and agreement.lost:
+            self._saver.broken()
+
+    def failed(self) -> None:
+        """A failure was met, whichever way it is recovered."""
+        self._schedule.failed()
+
+    def restored(self, step: int, shared: Any) -> None:
+        """Training goes on from a checkpoint."""
+        now = self._mono()
+        history = shared.get(SCHEDULE)
+        if history is not None and self._known is None:  # of an earlier attempt, which has ended by a failure
+            self._schedule.adopt(History(**history), now)
+            self._schedule.failed()
+        self._schedule.restored(step, now)
+        self._known = step, now
+        self._first = False
+
+    @property
+    def newest(self) -> tuple[int, float] | None:
+        """Step of the newest checkpoint that this worker knows of, and the seconds since; None if it knows of none."""
+        found = self._known
+        if self._saver is not None and self._saver.newest is not None:
+            found = max(found or self._saver.newest, self._saver.newest)
+        return None if found is None else (found[0], self._mono() - found[1])
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def _save(self, saver: Saver) -> None:
+        """Capture the present state, and let it be written."""
+        began = self._mono()
+        step = self._committer.frontier.step
+        self._injector.at("save_copy", step)
+        try:
+            saver.submit(self._captured(step))
+        except CheckpointError as error:
+            self._failed(step, str(error))
+        held_up_s = self._mono() - began
+        self._schedule.saved(step, self._mono(), held_up_s)
+        self._first = self._told_busy = False
+        self._bus.emit("saving", held_up_s=held_up_s)
+
+    def _captured(self, step: int) -> Captured:
+        group, durable = self._membership.group, self._durable()
+        specs = durable.tensors()
+        parts, ready = durable.capture(plan(specs, group.size)[group.rank])
+        named = repr((self._processes, group.generation, step)).encode()
+        return Captured(
+            step=step, attempt=hashlib.sha256(named).hexdigest()[:16], generation=group.generation, rank=group.rank,
+            size=group.size, specs=specs, parts=parts, ready=ready, local=durable.local(),
+            shared=self._shared(durable) if group.rank == 0 else None, versions=durable.versions,
+        )  # fmt: skip
+
+    def _shared(self, durable: Durable) -> Any:
+        return {**durable.shared(), SCHEDULE: asdict(self._schedule.export(self._mono()))}
+
+    def _skip(self) -> None:
+        if self._saver is not None and not self._told_busy:
+            self._told_busy = True
+            self._bus.emit("save_late")
+            if self._membership.group.rank == 0:
+                log.warning("horovod_ft: a checkpoint is due, and the one before is still being written: it waits")
+
+    def _report(self) -> None:
+        """Put on record what has become of earlier saves."""
+        for ended in [] if self._saver is None else self._saver.endings():
+            self._bus.emit("saved", **_record(ended))
+            if ended.error is not None:
+                self._failed(ended.step, str(ended.error))
+
+    def _failed(self, step: int, why: str) -> None:
+        self._bus.emit("warning", text=f"the checkpoint of step {step} was not saved: {why}")
+        log.warning("horovod_ft: the checkpoint of step %d was not saved: %s", step, why)
+        if self._options is not None and self._options.end_on_error:
+            self._fatal = why
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        fatal: list[str | None] = self._membership.comm.allgather_object(self._fatal, "ending")
+        for rank, why in enumerate(fatal):
+            if why is not None:
+                raise CheckpointError(f"training ends because worker {rank} could not save a checkpoint: {why}")
+        self.last()
+        self._bus.emit("preempted")
+        log.warning("horovod_ft: the job is about to be ended from outside, and leaves after step %d",
+                    self._committer.frontier.step)  # fmt: skip
+        raise SystemExit(TRY_AGAIN)
+
+    def last(self) -> None:
+        """Save the present state, and wait until that has ended. All workers call it. Does nothing without a store."""
+        if self._saver is None:
+            return
+        self._drain(self._saver)
+        if self._agreed_newest(self._saver) != self._committer.frontier.step:
+            self._save(self._saver)
+            self._drain(self._saver)
+        self._report()
+
+    def _drain(self, saver: Saver) -> None:
+        """Wait until the save that is under way has ended: first for all parts, then for the manifest."""
+        comm, first = self._membership.comm, self._membership.group.rank == 0
+        if not first:
+            saver.wait(self._timeout_s)
+        comm.allgather_object(None, "written")
+        if first:
+            saver.wait(self._timeout_s)
+        comm.allgather_object(None, "durable")
+
+    def _agreed_newest(self, saver: Saver) -> int:
+        newest = self.newest
+        step: int = self._membership.comm.broadcast_object(-1 if newest is None else newest[0], 0, "newest")
+        return step
+
+    def close(self) -> None:
+        """Training has ended, one way or the other: nothing more is saved."""
+        if self._saver is not None:
+            self._saver.close()
+        self.store = self._saver = self._options = None
+
+
+def _record(ended: SaveEnded) -> dict[str, Any]:
+    """What an event says of a save."""
+    return {
+        "of": ended.step, "folder": ended.folder, "committed": ended.committed, "nbytes": ended.nbytes,
+        "duration_s": ended.seconds, "error": None if ended.error is None else str(ended.error),
+    }  # fmt: skip

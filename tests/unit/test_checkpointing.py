@@ -1,0 +1,508 @@
+"""Durable checkpoints on a fake world: saved while training runs, restored when a job begins and when nothing else is
+left, and never in the way of anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod_ft import saving
+from horovod_ft.checkpoint import CheckpointStore
+from horovod_ft.checkpoint.options import Checkpoints
+from horovod_ft.checkpoint.saver import Captured
+from horovod_ft.data import Deal
+from horovod_ft.errors import (
+    CheckpointError,
+    ConfigurationError,
+    JobLostError,
+    MismatchError,
+    NoCheckpointError,
+    RecoveryError,
+    StorageError,
+    UnsupportedStateError,
+)
+from horovod_ft.faults.plan import Fault
+from horovod_ft.guard import ReplicaGuard
+from horovod_ft.policies.checkpoint_restart import CheckpointRestart
+from horovod_ft.policies.rollback import MiniBatchRollback
+from horovod_ft.policy import Failure, Restart
+from horovod_ft.testing.fake_world import Breakage
+from tests.unit.inline_saver import InlineSaver
+from tests.unit.test_recovery import check_ledger, check_like_no_failure
+from tests.unit.toy import DEFAULT, Ended, Job, Toy, expected, run_toys
+
+#: Of a job of two epochs with four steps each.
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "Saver", InlineSaver)
+
+
+class ScriptError(Exception):
+    """An error of the script's own, which ends the job on all workers."""
+
+
+def into(folder: Path, every: int | None = 2, **more: Any) -> Callable[[Toy], None]:
+    def prepare(toy: Toy) -> None:
+        toy.checkpoints = Checkpoints(folder, every=every, **more)
+
+    return prepare
+
+
+def saved(folder: Path) -> list[int]:
+    return [one.step for one in CheckpointStore(folder).candidates() if one.usable]
+
+
+def stopping(folder: Path, before: int, every: int = 2) -> Callable[[Toy], None]:
+    """The script ends with an error before this step, on all workers."""
+
+    def prepare(toy: Toy) -> None:
+        into(folder, every, keep_last=None)(toy)
+
+        def stop(deal: Deal) -> None:
+            if toy.steps + 1 == before:
+                raise ScriptError
+
+        toy.before_step = stop
+
+    return prepare
+
+
+def run_first(folder: Path, job: Job = DEFAULT, *, size: int = 3, before: int = 6) -> None:
+    ended = run_toys(size, job=job, prepare=stopping(folder, before))
+    assert {type(error) for error in ended.errors.values()} == {ScriptError}
+
+
+def told(ended: Ended, kind: str, name: str) -> set[Any]:
+    return {event.data[name] for index in ended.toys for event in ended.events(index, kind)}
+
+
+# --- saving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_checkpoints_are_saved_while_training_runs(tmp_path: Path, size: int) -> None:
+    """One after the first step, so that a store which cannot be written to is found out at once."""
+    ended = run_toys(size, prepare=into(tmp_path, 3, keep_last=None))
+    check_like_no_failure(ended)
+    assert saved(tmp_path) == [8, 6, 3, 1]
+
+
+def test_the_last_state_is_saved_if_it_is_not_already(tmp_path: Path) -> None:
+    run_toys(2, prepare=into(tmp_path, 4, keep_last=None))
+    assert saved(tmp_path) == [8, 4, 1]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_it_goes_by_the_steps_that_a_policy_says(tmp_path: Path) -> None:
+    run_toys(2, prepare=into(tmp_path, None, keep_last=None), policy=lambda index: CheckpointRestart(5))
+    assert saved(tmp_path) == [8, 5, 1]
+
+
+def test_a_death_between_two_saves_changes_who_saves_what(tmp_path: Path) -> None:
+    ended = run_toys(3, [Breakage(0, "gradient.0", 4)], prepare=into(tmp_path, 3, keep_last=None))
+    check_like_no_failure(ended, dead=[0])
+    assert saved(tmp_path) == [8, 6, 3, 1]
+    assert [one.manifest.size for one in CheckpointStore(tmp_path).candidates() if one.manifest] == [2, 2, 3, 3]
+
+
+def test_a_save_that_lacks_a_part_ends_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    """Worker 1 dies on its way to the save of step 3."""
+    death = Fault("save_copy", worker=1, step=3)
+    ended = run_toys(3, faults=[death], prepare=into(tmp_path, 3, keep_last=None))
+    check_like_no_failure(ended, dead=[1])
+    assert saved(tmp_path) == [8, 6, 1]
+    assert "somebody is dead" in " ".join(told(ended, "warning", "text"))
+
+
+def test_accumulated_gradients_are_saved_with_the_step_that_they_belong_to(tmp_path: Path) -> None:
+    job = Job(passes=2)
+    check_like_no_failure(run_toys(2, job=job, prepare=into(tmp_path, 1, keep_last=None)), job)
+    assert saved(tmp_path) == [4, 3, 2, 1]
+
+
+class Slow(InlineSaver):
+    """On worker 0 the first save is under way until the last step."""
+
+    def submit(self, captured: Captured) -> None:
+        super().submit(captured)
+        self.busy = captured.rank == 0 and captured.step == 1
+
+    def wait(self, timeout_s: float) -> bool:
+        self.busy = False
+        return True
+
+
+def test_what_is_due_while_another_save_is_under_way_waits_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "Saver", Slow)
+    ended = run_toys(2, prepare=into(tmp_path, 2, keep_last=None))
+    check_like_no_failure(ended)
+    assert saved(tmp_path) == [8, 1]
+    assert [len(ended.events(index, "save_late")) for index in (0, 1)] == [1, 1]
+
+
+def test_replicas_are_compared_before_they_are_saved(tmp_path: Path) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, 3, keep_last=None)(toy)
+        toy.guarded = ReplicaGuard(100)
+
+        def spoil(deal: Deal) -> None:
+            if toy.steps == 2 and toy.membership.index == 1:
+                toy.running[1] = 1  # its weights are spoilt after the update of this step, below
+                toy.weights[0, 0] += 1
+
+        toy.before_step = spoil
+
+    ended = run_toys(3, prepare=prepare)
+    check_like_no_failure(ended)
+    assert [event.step for event in ended.events(0, "healed")] == [3]
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+class Full(InlineSaver):
+    def _write(self, captured: Captured, folder: str) -> None:
+        raise StorageError("cannot write: No space left on device")
+
+
+def test_a_save_that_fails_is_told_at_the_next_step_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "Saver", Full)
+    ended = run_toys(2, prepare=into(tmp_path))
+    check_like_no_failure(ended)
+    warned = ended.events(0, "warning")
+    assert warned[0].step == 2
+    assert warned[0].data["text"] == "the checkpoint of step 1 was not saved: cannot write: No space left on device"
+
+
+def test_it_ends_training_on_all_workers_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullOnOne(Full):
+        def _write(self, captured: Captured, folder: str) -> None:
+            if captured.rank == 1:
+                super()._write(captured, folder)
+
+    monkeypatch.setattr(saving, "Saver", FullOnOne)
+    ended = run_toys(3, prepare=into(tmp_path, end_on_error=True))
+    assert {type(error) for error in ended.errors.values()} == {CheckpointError}
+    assert "because worker 1 could not save a checkpoint: cannot write: No space" in str(ended.errors[0])
+
+
+def test_what_cannot_be_saved_is_found_before_anything_is_trained(tmp_path: Path) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path)(toy)
+        assert toy.durable is not None
+        toy.durable.shared = lambda: {"thing": object()}  # type: ignore[method-assign]
+
+    ended = run_toys(2, prepare=prepare)
+    assert {type(error) for error in ended.errors.values()} == {UnsupportedStateError}
+    assert "state.thing" in str(ended.errors[0])
+
+
+def test_a_state_that_cannot_be_saved_at_all_is_refused(tmp_path: Path) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path)(toy)
+        toy.durable = None
+
+    ended = run_toys(1, prepare=prepare)
+    assert isinstance(ended.errors[0], ConfigurationError)
+
+
+def test_a_policy_that_needs_checkpoints_needs_a_place_for_them() -> None:
+    ended = run_toys(1, policy=lambda index: CheckpointRestart())
+    assert "needs a place for checkpoints" in str(ended.errors[0])
+
+
+def test_one_place_says_how_often(tmp_path: Path) -> None:
+    ended = run_toys(1, prepare=into(tmp_path, 3), policy=lambda index: CheckpointRestart(4))
+    assert "leave one of them out" in str(ended.errors[0])
+
+
+# --- a job that begins ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_job_goes_on_from_the_newest_checkpoint_with_any_number_of_workers(tmp_path: Path, size: int) -> None:
+    job = Job(ledger=tmp_path / "ledger")
+    run_first(tmp_path / "run", job)
+    ended = run_toys(size, job=job, prepare=into(tmp_path / "run"), attempt=1)
+    check_like_no_failure(ended, job)
+    assert told(ended, "restored", "to") == {4}
+
+
+def test_each_worker_gets_its_own_values_back_and_a_new_one_random_streams_of_its_own(tmp_path: Path) -> None:
+    drawn: dict[int, int] = {}
+
+    def prepare(toy: Toy) -> None:
+        stopping(tmp_path, 6)(toy)
+        toy.draws.value = 100 * toy.membership.index
+
+    run_toys(2, prepare=prepare)
+
+    def look(toy: Toy) -> None:
+        into(tmp_path)(toy)
+
+        def first(deal: Deal) -> None:
+            drawn.setdefault(toy.membership.index, toy.draws.value)
+
+        toy.before_step = first
+
+    ended = run_toys(3, prepare=look, attempt=1)
+    assert drawn == {0: 4, 1: 104, 2: 4}
+    assert [call for call in ended.toys[2].calls if call.startswith("joined")] == ["joined 100000 2"]
+    assert not [call for call in ended.toys[1].calls if call.startswith("joined")]
+
+
+def test_a_job_that_was_done_has_nothing_to_do(tmp_path: Path) -> None:
+    run_toys(2, prepare=into(tmp_path))
+    ended = run_toys(2, prepare=into(tmp_path))
+    check_like_no_failure(ended)
+    assert told(ended, "restored", "to") == {STEPS}
+
+
+def test_a_job_begins_anew_where_nothing_was_finished(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.begin(7, "abc")
+    ended = run_toys(2, prepare=into(tmp_path))
+    check_like_no_failure(ended)
+    assert not told(ended, "restored", "to")
+
+
+def test_an_attempt_that_begins_anew_gives_up_what_the_one_before_has_done(tmp_path: Path) -> None:
+    job = Job(ledger=tmp_path / "ledger")
+    ended = run_toys(2, job=job, prepare=stopping(tmp_path / "run", 6))
+    assert ended.errors
+    check_like_no_failure(run_toys(2, job=job, attempt=1), job)
+
+
+def spoil(folder: Path, nth: int) -> str:
+    """Flip a byte of a shard of the nth newest."""
+    found = [one.folder for one in CheckpointStore(folder).candidates()][nth]
+    file = sorted((folder / found).glob("shard-*"))[-1]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_damaged_is_passed_over_whoever_reads_it(tmp_path: Path, size: int) -> None:
+    run_first(tmp_path)
+    bad = spoil(tmp_path, 0)
+    ended = run_toys(size, prepare=into(tmp_path), attempt=1)
+    check_like_no_failure(ended)
+    assert told(ended, "restored", "to") == {2}
+    assert f"the checkpoint {bad} cannot be used" in ended.events(0, "warning")[0].data["text"]
+
+
+def test_if_none_can_be_used_the_error_lists_them_all_and_why(tmp_path: Path) -> None:
+    run_first(tmp_path)
+    bad = [spoil(tmp_path, nth) for nth in range(len(saved(tmp_path)))]
+    ended = run_toys(2, prepare=into(tmp_path), attempt=1)
+    assert {type(error) for error in ended.errors.values()} == {NoCheckpointError}
+    assert all(folder in str(ended.errors[1]) for folder in bad)
+    assert "has been altered" in str(ended.errors[1])
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(tmp_path: Path) -> None:
+    run_first(tmp_path)
+    ended = run_toys(2, job=Job(updates=2), prepare=into(tmp_path), attempt=1)
+    assert {type(error) for error in ended.errors.values()} == {MismatchError}
+    assert "'weights': shape (1, 3) in the checkpoint, (2, 3) here" in str(ended.errors[0])
+
+
+NAMES = ["standing", "checkpoint", "values", "restored", "transfer.0"]
+
+
+@pytest.mark.parametrize("reaches", [(), (0,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_death_while_a_job_is_restored(tmp_path: Path, name: str, reaches: Sequence[int]) -> None:
+    job = Job(ledger=tmp_path / "ledger")
+    run_first(tmp_path / "run", job)
+    ended = run_toys(3, [Breakage(1, name, 1, reaches)], job, prepare=into(tmp_path / "run"), attempt=1)
+    check_like_no_failure(ended, job, dead=[1])
+    assert told(ended, "restored", "to") == {4}
+
+
+# --- going back in place -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reaches", [(), (0,)], ids=str)
+@pytest.mark.parametrize("name", ["gradient.0", "changed"])
+def test_checkpoint_restart_goes_back_in_place(tmp_path: Path, name: str, reaches: Sequence[int]) -> None:
+    job = Job(ledger=tmp_path / "ledger")
+    ended = run_toys(
+        3, [Breakage(1, name, 6, reaches)], job, prepare=into(tmp_path / "run", None),
+        policy=lambda index: CheckpointRestart(2),
+    )  # fmt: skip
+    check_like_no_failure(ended, job, dead=[1])
+    assert {event.data["decision"] for event in ended.events(0, "decision")} == {"Restart"}
+    assert told(ended, "restarted", "to") == {4}
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_second_death_on_the_way_back(tmp_path: Path, name: str) -> None:
+    job = Job(ledger=tmp_path / "ledger")
+    nth = 2 if name == "checkpoint" else 1
+    ended = run_toys(
+        4, [Breakage(1, "gradient.0", 6), Breakage(2, name, nth)], job, prepare=into(tmp_path / "run", None),
+        policy=lambda index: CheckpointRestart(2),
+    )  # fmt: skip
+    check_like_no_failure(ended, job, dead=[1, 2])
+
+
+@pytest.mark.parametrize(("step", "to"), [(5, 4), (4, 3)])
+def test_the_newest_copy_counts_in_memory_or_not(tmp_path: Path, step: int, to: int) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, None)(toy)
+        toy.keep_copies(3)
+
+    breakage = Breakage(1, "gradient.0", step)
+    ended = run_toys(3, [breakage], prepare=prepare, policy=lambda index: CheckpointRestart(2))
+    check_like_no_failure(ended, dead=[1])
+    assert told(ended, "restarted", "to") == {to}
+
+
+def test_the_policy_is_told_of_the_checkpoint(tmp_path: Path) -> None:
+    asked: list[Failure] = []
+
+    def policy(failure: Failure) -> Restart:
+        asked.append(failure)
+        return Restart()
+
+    run_toys(3, [Breakage(1, "gradient.0", 6)], prepare=into(tmp_path), policy=lambda index: policy)
+    assert (asked[0].step, asked[0].checkpoint_step) == (5, 4)
+    assert asked[0].checkpoint_age_s is not None
+    assert asked[0].costs.restart_s is not None
+
+
+def test_a_failure_that_rollback_does_not_answer_goes_back_further(tmp_path: Path) -> None:
+    breakages = [Breakage(1, "gradient.0", nth, dies=False) for nth in (6, 7)]
+    policy = MiniBatchRollback(1) | CheckpointRestart(2)
+    ended = run_toys(2, breakages, prepare=into(tmp_path, None), policy=lambda index: policy)
+    check_like_no_failure(ended)
+    assert [event.data["decision"] for event in ended.events(0, "decision")] == ["Replay", "Restart"]
+
+
+# --- nobody has a whole state --------------------------------------------------------------------------------------
+
+
+def last_replica_dies(toy: Toy) -> None:
+    """Worker 0 alone lives on, and dies while it sends its state to two newcomers."""
+    announced: list[bool] = []
+
+    def announce(deal: Deal) -> None:
+        if toy.steps == 4 and toy.membership.index == 0 and not announced:
+            announced.append(True)
+            toy.membership.announce(2)
+
+    toy.before_step = announce
+
+
+def test_when_the_last_replica_dies_a_checkpoint_is_left(tmp_path: Path) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, None)(toy)
+        last_replica_dies(toy)
+
+    ended = run_toys(1, [Breakage(0, "transfer.0", 1)], prepare=prepare,
+                     policy=lambda index: MiniBatchRollback() | CheckpointRestart(4))  # fmt: skip
+    assert ended.dead == {0}
+    for index in (1, 2):
+        np.testing.assert_array_equal(ended.results[index].weights, expected(DEFAULT))
+
+
+def test_without_a_store_the_job_is_lost() -> None:
+    ended = run_toys(1, [Breakage(0, "transfer.0", 1)], prepare=last_replica_dies)
+    assert {type(error) for error in ended.errors.values()} == {JobLostError}
+
+
+# --- the end is near -----------------------------------------------------------------------------------------------
+
+
+def preempting(folder: Path | None, worker: int, step: int) -> Callable[[Toy], None]:
+    def prepare(toy: Toy) -> None:
+        if folder is not None:
+            into(folder, 100, keep_last=None)(toy)
+
+        def notice(deal: Deal) -> None:
+            if toy.membership.index == worker and toy.steps + 1 == step:
+                toy.membership.preempt()
+
+        toy.before_step = notice
+
+    return prepare
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_job_that_is_about_to_be_ended_saves_and_leaves(tmp_path: Path, worker: int) -> None:
+    job = Job(ledger=tmp_path / "ledger")
+    ended = run_toys(3, job=job, prepare=preempting(tmp_path / "run", worker, 4))
+    assert {index: str(error) for index, error in ended.errors.items()} == dict.fromkeys(range(3), "75")
+    assert {type(error) for error in ended.errors.values()} == {SystemExit}
+    last = saved(tmp_path / "run")[0]
+    assert last == ended.toys[0].steps >= 4
+    again = run_toys(2, job=job, prepare=into(tmp_path / "run"), attempt=1)
+    check_like_no_failure(again, job)
+    assert told(again, "restored", "to") == {last}
+
+
+def test_without_a_store_it_just_leaves() -> None:
+    ended = run_toys(3, prepare=preempting(None, 1, 4))
+    assert {type(error) for error in ended.errors.values()} == {SystemExit}
+
+
+@pytest.mark.parametrize("name", ["ending", "written", "durable"])
+def test_a_death_while_the_last_checkpoint_is_saved(tmp_path: Path, name: str) -> None:
+    nth = 1
+    ended = run_toys(3, [Breakage(1, name, nth)], prepare=preempting(tmp_path, 0, 4))
+    assert ended.dead == {1}
+    assert {type(error) for error in ended.errors.values()} == {SystemExit}
+    assert saved(tmp_path)[0] == ended.toys[0].steps
+
+
+# --- whatever happens ----------------------------------------------------------------------------------------------
+
+DEATHS = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["gradient.0", "changed", "standing", "decision of the recovery policy", "checkpoint", "values",
+                         "restored", "transfer.0", "finish", "written", "durable", "newest"]),
+        st.integers(1, 8),
+        st.booleans(),
+    ),
+    max_size=3,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(first=st.integers(2, STEPS), size=st.integers(1, 4), deaths=DEATHS, restart=st.booleans())
+def test_a_job_ends_as_without_failures_or_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, first: int, size: int, deaths: Any, restart: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    job = Job(ledger=folder / "ledger")
+    run_first(folder / "run", job, before=first)
+    breakages = [Breakage(worker, name, nth, dies=dies) for worker, name, nth, dies in deaths if worker < size]
+    policy = CheckpointRestart(2) if restart else MiniBatchRollback() | CheckpointRestart(2)
+    ended = run_toys(size, breakages, job, prepare=into(folder / "run", None), policy=lambda index: policy,
+                     attempt=1, must_break=False)  # fmt: skip
+    for error in ended.errors.values():
+        assert isinstance(error, RecoveryError), error
+    for index, result in ended.results.items() if not ended.errors else ():
+        np.testing.assert_array_equal(result.weights, expected(job), err_msg=f"worker {index}")
+    if not ended.errors and ended.results:
+        check_ledger(job, job.ledger or folder)
+
+

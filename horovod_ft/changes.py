@@ -17,7 +17,7 @@ class Heard(IntFlag):
     """What at least one worker has said.
 
     ``CHANGED``: workers come or go. ``SAVE``: a checkpoint of the step is due. ``BUSY``: one is still being written.
-    ``END``: training has to end after the step.
+    ``END``: training has to end after the step. ``FAILED``: its part of an earlier checkpoint could not be written.
     """
 
     NOTHING = 0
@@ -25,6 +25,7 @@ class Heard(IntFlag):
     SAVE = 2
     BUSY = 4
     END = 8
+    FAILED = 16
 
 
 class Changes:

@@ -70,6 +70,7 @@ class Saving:
         self._first = False
         self._told_busy = False
         self._fatal: str | None = None
+        self._lacking = False
 
     # --- the beginning -----------------------------------------------------------------------------------------------
 
@@ -126,6 +127,9 @@ class Saving:
                 said |= Heard.SAVE
             if self._saver.busy:
                 said |= Heard.BUSY
+            if self._lacking:
+                said |= Heard.FAILED
+                self._lacking = False
         return said
 
     def committed(self, heard: Heard) -> None:
@@ -136,6 +140,8 @@ class Saving:
             SystemExit: the job is about to be ended from outside, and the last checkpoint is saved; on all workers.
         """
         self._report()
+        if Heard.FAILED in heard and self._saver is not None:
+            self._saver.broken()  # nobody need wait for that part
         if Heard.END in heard:
             self._end()
         elif Heard.SAVE in heard and Heard.BUSY in heard:
@@ -213,7 +219,12 @@ class Saving:
         """Put on record what has become of earlier saves."""
         for ended in [] if self._saver is None else self._saver.endings():
             self._bus.emit("saved", **_record(ended))
-            if ended.error is not None:
+            if ended.error is None:
+                continue
+            self._lacking |= not ended.written
+            if ended.written and self._membership.group.rank:  # worker 0 says what is wrong
+                log.info("horovod_ft: the checkpoint of step %d was not saved: %s", ended.step, ended.error)
+            else:
                 self._failed(ended.step, str(ended.error))
 
     def _failed(self, step: int, why: str) -> None:
@@ -226,9 +237,9 @@ class Saving:
 
     def _end(self) -> None:
         fatal: list[str | None] = self._membership.comm.allgather_object(self._fatal, "ending")
-        for rank, why in enumerate(fatal):
-            if why is not None:
-                raise CheckpointError(f"training ends because worker {rank} could not save a checkpoint: {why}")
+        told = [f"worker {rank}: {why}" for rank, why in enumerate(fatal) if why is not None]
+        if told:
+            raise CheckpointError(f"training ends because a checkpoint could not be saved: {'; '.join(told)}")
         self.last()
         self._bus.emit("preempted")
         log.warning("horovod_ft: the job is about to be ended from outside, and leaves after step %d",

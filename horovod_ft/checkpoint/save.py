@@ -76,6 +76,7 @@ class SaveEnded:
         committed: the manifest is in place. If not, and there is no error, this worker stopped looking for it, because
             a newer save began or the saver was closed.
         error: what went wrong. A save that is committed may have one too: older ones could not be cleared away.
+        written: this worker's part is, so that the others need not wait in vain.
     """
 
     step: int
@@ -84,6 +85,7 @@ class SaveEnded:
     nbytes: int
     committed: bool
     error: BaseException | None
+    written: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Save:
         self._folder = captured.folder
         self._nbytes = 0
         self._half = False
+        self._written = False
         self._watching = False
         self._committed = False
 
@@ -146,6 +149,7 @@ class Save:
         error: BaseException | None = None
         try:
             self._write()
+            self._written = True
             if self._captured.rank == 0:
                 self._commit()
                 self._clear_up()
@@ -156,7 +160,8 @@ class Save:
             self._failed(caught)
             error = without_frames(caught)
         seconds = self._means.mono() - self._began
-        return SaveEnded(self._captured.step, self._folder, seconds, self._nbytes, self._committed, error)
+        step = self._captured.step
+        return SaveEnded(step, self._folder, seconds, self._nbytes, self._committed, error, self._written)
 
     # --- what this worker has to write -----------------------------------------------------------------------------
 
@@ -248,8 +253,10 @@ class Save:
             told = "is saved, but what came after that failed"
         elif self._watching:
             told = "may be saved or not"
-        unexpected = None if isinstance(error, HorovodFtError) else error
-        log.warning("step %d %s: %s", self._captured.step, told, error, exc_info=unexpected)
+        if isinstance(error, HorovodFtError):  # whoever asks for the ending tells the reader
+            log.info("step %d %s: %s", self._captured.step, told, error)
+        else:
+            log.warning("horovod_ft: step %d %s: %s", self._captured.step, told, error, exc_info=error)
         if self._captured.rank == 0 and not self._committed:
             try:
                 self._store.delete(self._folder)

@@ -25,7 +25,7 @@ class Group:
 
 
 #: Yes-or-no questions that ``any_async`` merges at once.
-FLAGS = 4
+FLAGS = 5
 
 
 class Pending(Protocol):

@@ -17,8 +17,8 @@ from horovod_ft.membership.threads import ThreadWatch
 from horovod_ft.torch.handles import wait
 
 PREFIX = "horovod_ft."
-#: How many workers have said yes to a question, at most: 15 bits of the 60 that four questions have.
-COUNT_BITS = 15
+#: For how many workers have said yes to a question; 12 bits are enough for 4095.
+COUNT_BITS = 12
 
 
 class TorchBinding:

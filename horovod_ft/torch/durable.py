@@ -43,7 +43,7 @@ class TorchDurable:
     """
 
     def __init__(self, replica: TorchReplica, committer: Committer, parts: Mapping[str, LightPart]) -> None:
-        self.versions: Mapping[str, str] = {"torch": torch.__version__, "horovod": metadata.version("horovod")}
+        self.versions: Mapping[str, str] = {"torch": str(torch.__version__), "horovod": metadata.version("horovod")}
         self._replica = replica
         self._committer = committer
         self._parts = parts

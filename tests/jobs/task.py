@@ -34,8 +34,8 @@ class Config:
             (``inside``).
         own_policy: in place of ``policy``, one of those in ``training.OWN_POLICIES``.
         checkpoint: where durable checkpoints are saved, after each ``every`` steps.
-        settle_after: after these steps each worker waits until its part of a checkpoint is written.
-        stop_at: the script ends with an error before this step.
+        settle_through: after each step up to this one all workers wait until the checkpoint that is being saved is
+            whole.
     """
 
     folder: str
@@ -67,8 +67,7 @@ class Config:
     checkpoint: str | None = None
     every: int | None = None
     end_on_error: bool = False
-    settle_after: tuple[int, ...] = ()
-    stop_at: int | None = None
+    settle_through: int = 0
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

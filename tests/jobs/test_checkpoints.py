@@ -66,7 +66,7 @@ def check_whole(outcome: Outcome, workers: set[int], restored: list[int]) -> Non
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_all_workers_die_at_once(tmp_path: Path, optimizer: str) -> None:
-    outcome = run_saving(tmp_path, everybody(11), optimizer=optimizer, settle_after=(8,))
+    outcome = run_saving(tmp_path, everybody(11), optimizer=optimizer, settle_through=8)
     check_whole(outcome, {0, 1, 2}, [8])
     assert outcome.ledger.redone == 2
 
@@ -74,7 +74,7 @@ def test_all_workers_die_at_once(tmp_path: Path, optimizer: str) -> None:
 @pytest.mark.parametrize("model", ["batchnorm", "dropout"])
 def test_what_each_worker_has_of_its_own_is_restored(tmp_path: Path, model: str) -> None:
     """Buffers and random generators: the result is bit for bit that of a job which nothing happened to."""
-    broken = run_saving(tmp_path / "broken", everybody(11), model=model, settle_after=(8,))
+    broken = run_saving(tmp_path / "broken", everybody(11), model=model, settle_through=8)
     check_sound(broken, {0, 1, 2})
     assert restored_from(broken) == [8]
     unbroken = run_saving(tmp_path / "unbroken", model=model)
@@ -98,7 +98,7 @@ def test_the_job_is_lost_after_its_last_step(tmp_path: Path) -> None:
 
 def test_a_second_failure_while_the_group_is_rebuilt(tmp_path: Path) -> None:
     """Horovod ends all survivors then, or none: both times training goes on."""
-    outcome = run_saving(tmp_path, [fault(1, 7, "forward"), fault(2, 7, "reform")], settle_after=(4,))
+    outcome = run_saving(tmp_path, [fault(1, 7, "forward"), fault(2, 7, "reform")], settle_through=4)
     check_sound(outcome, outcome.start_ranks())
     check_like_reference(outcome)
 
@@ -106,7 +106,7 @@ def test_a_second_failure_while_the_group_is_rebuilt(tmp_path: Path) -> None:
 def test_the_last_replica_dies_while_it_is_sent(tmp_path: Path) -> None:
     """Worker 1 alone has the newest step; it dies while the others receive it."""
     outcome = run_saving(
-        tmp_path, [fault(1, 11, "forward"), fault(0, 11, "transfer"), fault(2, 11, "transfer")], settle_after=(8,)
+        tmp_path, [fault(1, 11, "forward"), fault(0, 11, "transfer"), fault(2, 11, "transfer")], settle_through=8
     )
     check_sound(outcome, outcome.start_ranks())
     check_like_reference(outcome)
@@ -126,7 +126,7 @@ def test_a_death_at_every_stage_of_a_save(tmp_path: Path, worker: int, phase: st
     """It dies while step 8 is saved, and the others soon after: what was not finished does not count."""
     others = tuple(one for one in ALL if one != worker)
     outcome = run_saving(
-        tmp_path, [fault(worker, 8, phase), *everybody(11, "forward", others)], settle_after=(4,), workers=3
+        tmp_path, [fault(worker, 8, phase), *everybody(11, "forward", others)], settle_through=4
     )
     check_whole(outcome, {0, 1, 2}, [restored])
 
@@ -141,7 +141,7 @@ def test_the_others_go_on_and_save_again(tmp_path: Path, worker: int, phase: str
 
 def test_a_death_while_a_checkpoint_is_read(tmp_path: Path) -> None:
     """On the second attempt plans do not strike any more, so this is a second job."""
-    lost = run_saving(tmp_path / "first", everybody(11), settle_after=(8,), launcher=LAUNCHER)
+    lost = run_saving(tmp_path / "first", everybody(11), settle_through=8, launcher=LAUNCHER)
     assert lost.finished.returncode != 0
     outcome = run_saving(tmp_path / "second", [fault(1, 0 + 1, "restore")], launcher=LAUNCHER,
                          checkpoint=str(store_of(tmp_path / "first")))  # fmt: skip
@@ -154,7 +154,7 @@ def test_a_death_while_a_checkpoint_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["forward", "allreduce", "commit"])
 def test_checkpoint_restart_in_place(tmp_path: Path, phase: str) -> None:
     outcome = run_saving(
-        tmp_path, [fault(2, 11, phase)], own_policy="restarts", every=None, settle_after=(8,), launcher=LAUNCHER
+        tmp_path, [fault(2, 11, phase)], own_policy="restarts", every=None, settle_through=8, launcher=LAUNCHER
     )
     check_whole(outcome, {0, 1}, [8])
     assert {(event.data["to"], event.data["lost_steps"]) for event in outcome.kinds("restarted")} == {(8, 2)}
@@ -221,7 +221,7 @@ def check_goes_on(outcome: Outcome, workers: set[int], since: int) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
-    lost = run_saving(tmp_path / "first", everybody(11), settle_after=(4, 8), launcher=LAUNCHER)
+    lost = run_saving(tmp_path / "first", everybody(11), settle_through=8, launcher=LAUNCHER)
     assert valid(tmp_path / "first") == [8, 4, 1], lost.finished.output
     spoil, told = DAMAGES[damage]
     spoil(newest(tmp_path / "first"))
@@ -231,7 +231,7 @@ def test_what_is_damaged_is_named_and_the_one_before_is_used(tmp_path: Path, dam
 
 
 def test_if_none_can_be_used_all_are_listed(tmp_path: Path) -> None:
-    run_saving(tmp_path / "first", everybody(11), settle_after=(4, 8), launcher=LAUNCHER)
+    run_saving(tmp_path / "first", everybody(11), settle_through=8, launcher=LAUNCHER)
     found: list[Candidate] = list(CheckpointStore(store_of(tmp_path / "first")).candidates())
     for one, spoil in zip(found, (flip_a_byte, cut_short, lose_a_shard), strict=True):
         spoil(store_of(tmp_path / "first") / one.folder)
@@ -242,14 +242,14 @@ def test_if_none_can_be_used_all_are_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_another_number_of_workers_goes_on(tmp_path: Path, workers: int) -> None:
-    run_saving(tmp_path / "first", everybody(11), settle_after=(8,), launcher=LAUNCHER)
+    run_saving(tmp_path / "first", everybody(11), settle_through=8, launcher=LAUNCHER)
     outcome = run_saving(tmp_path / "second", workers=workers, launcher=LAUNCHER,
                          checkpoint=str(store_of(tmp_path / "first")))  # fmt: skip
     check_goes_on(outcome, set(range(workers)), since=8)
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_tensor_that_differs(tmp_path: Path) -> None:
-    run_saving(tmp_path / "first", everybody(11), settle_after=(8,), launcher=LAUNCHER)
+    run_saving(tmp_path / "first", everybody(11), settle_through=8, launcher=LAUNCHER)
     outcome = run_saving(tmp_path / "second", model="batchnorm", launcher=LAUNCHER,
                          checkpoint=str(store_of(tmp_path / "first")))  # fmt: skip
     assert outcome.finished.returncode not in (0, None)
@@ -292,7 +292,7 @@ def test_a_disk_that_refuses_ends_training_if_that_is_asked_for(tmp_path: Path) 
         outcome = run_saving(tmp_path / "job", launcher=LAUNCHER, checkpoint=str(tmp_path / "disk" / "run"),
                              end_on_error=True)  # fmt: skip
     assert outcome.finished.returncode not in (0, None)
-    assert "training ends because worker" in outcome.finished.output
+    assert "training ends because a checkpoint could not be saved" in outcome.finished.output
 
 
 # --- the end is near -----------------------------------------------------------------------------------------------

@@ -123,11 +123,9 @@ def checkpoints_of(config: Config) -> Any:
 
 
 def settle(config: Config, state: Any) -> None:
-    saver = state.engine._saving._saver
-    if state.steps in config.settle_after:
-        wait_until(lambda: not saver.busy and saver.newest is not None and saver.newest[0] == state.steps)
-    if config.stop_at == state.steps + 1:
-        raise ValueError("an error of the script's own")
+    if state.steps <= config.settle_through:
+        saver = state.engine._saving._saver
+        wait_until(lambda: saver._writing is saver._running is None)
 
 
 def policy_of(config: Config) -> Any:

@@ -20,22 +20,29 @@ class InlineSaver:
         self.busy = False
         self.newest: tuple[int, float] | None = None
         self._store = store
+        self.breaks = 0
         self._endings: list[SaveEnded] = []
 
     def submit(self, captured: Captured) -> None:
         folder = layout.folder_name(captured.step, captured.attempt)
         error: CheckpointError | None = None
+        written = False
         try:
-            self._write(captured, folder)
+            self._write_part(captured, folder)
+            written = True
+            self._commit(captured, folder)
         except CheckpointError as met:
             error = met
-        self._endings.append(SaveEnded(captured.step, folder, 0.0, 0, error is None, error))
+        self._endings.append(SaveEnded(captured.step, folder, 0.0, 0, error is None, error, written))
 
-    def _write(self, captured: Captured, folder: str) -> None:
-        store, rank, size = self._store, captured.rank, captured.size
-        shard = store.write_shard(folder, rank, size, captured.parts)
-        store.write_worker(folder, rank, size, shard, captured.local)
-        if rank:
+    def _write_part(self, captured: Captured, folder: str) -> None:
+        rank, size = captured.rank, captured.size
+        shard = self._store.write_shard(folder, rank, size, captured.parts)
+        self._store.write_worker(folder, rank, size, shard, captured.local)
+
+    def _commit(self, captured: Captured, folder: str) -> None:
+        store, size = self._store, captured.size
+        if captured.rank:
             return
         values = store.write_values(folder, captured.shared)
         until = time.monotonic() + WAIT_S
@@ -53,7 +60,8 @@ class InlineSaver:
         return told
 
     def broken(self) -> None:
-        """Nothing is under way."""
+        """Nothing is under way, but it is counted."""
+        self.breaks += 1
 
     def wait(self, timeout_s: float) -> bool:
         return True

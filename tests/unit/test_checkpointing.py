@@ -173,7 +173,7 @@ def test_replicas_are_compared_before_they_are_saved(tmp_path: Path) -> None:
 
 
 class Full(InlineSaver):
-    def _write(self, captured: Captured, folder: str) -> None:
+    def _write_part(self, captured: Captured, folder: str) -> None:
         raise StorageError("cannot write: No space left on device")
 
 
@@ -188,16 +188,31 @@ def test_a_save_that_fails_is_told_at_the_next_step_and_ends_nothing(
     assert warned[0].data["text"] == "the checkpoint of step 1 was not saved: cannot write: No space left on device"
 
 
+def test_nobody_waits_for_a_part_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    savers: dict[int, InlineSaver] = {}
+
+    class FullOnOne(Full):
+        def _write_part(self, captured: Captured, folder: str) -> None:
+            savers[captured.rank] = self
+            if captured.rank == 1:
+                super()._write_part(captured, folder)
+
+    monkeypatch.setattr(saving, "Saver", FullOnOne)
+    check_like_no_failure(run_toys(3, prepare=into(tmp_path, 100)))
+    assert [savers[rank].breaks for rank in range(3)] == [1, 1, 1]
+
+
 def test_it_ends_training_on_all_workers_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class FullOnOne(Full):
-        def _write(self, captured: Captured, folder: str) -> None:
+        def _write_part(self, captured: Captured, folder: str) -> None:
             if captured.rank == 1:
-                super()._write(captured, folder)
+                super()._write_part(captured, folder)
 
     monkeypatch.setattr(saving, "Saver", FullOnOne)
     ended = run_toys(3, prepare=into(tmp_path, end_on_error=True))
     assert {type(error) for error in ended.errors.values()} == {CheckpointError}
-    assert "because worker 1 could not save a checkpoint: cannot write: No space" in str(ended.errors[0])
+    assert "could not be saved: " in str(ended.errors[0])
+    assert "worker 1: cannot write: No space left on device" in str(ended.errors[0])
 
 
 def test_what_cannot_be_saved_is_found_before_anything_is_trained(tmp_path: Path) -> None:

@@ -21,11 +21,13 @@ ARENAS = 2
 
 
 class Arena(Protocol):
-    """Memory for one copy of parameters and optimizer state, kept from copy to copy."""
+    """Memory for one copy of parameters and optimizer state, kept from copy to copy.
 
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
+    Attributes:
+        nbytes: its size.
+    """
+
+    nbytes: int
 
     def fits(self) -> bool:
         """Whether what was copied belongs to the present model and optimizers."""

@@ -88,9 +88,14 @@ class HostMemory:
 
 
 class TorchArena:
-    """Room for one copy of what a TorchReplica holds."""
+    """Room for one copy of what a TorchReplica holds.
+
+    Attributes:
+        nbytes: of host memory.
+    """
 
     def __init__(self, replica: TorchReplica) -> None:
+        self.nbytes = 0
         self._replica = replica
         self._memory = HostMemory()
         self._kinds: list[Any] = []
@@ -98,11 +103,6 @@ class TorchArena:
         self._structure: Any = None
         self._schema: list[str] = []
         self._wait: Callable[[], None] = _nothing
-
-    @property
-    def nbytes(self) -> int:
-        """Of host memory."""
-        return self._memory.nbytes
 
     def fits(self) -> bool:
         return self._replica.schema() == self._schema
@@ -136,6 +136,7 @@ class TorchArena:
         self._kinds, self._views = [], []
         pinned = any(tensor.device.type == "cuda" for tensor in tensors)
         room = self._memory.room([tensor.numel() * tensor.element_size() for tensor in tensors], pinned=pinned)
+        self.nbytes = self._memory.nbytes
         self._views = [view.view(tensor.dtype).view(tensor.shape) for view, tensor in zip(room, tensors, strict=True)]
         self._kinds = kinds
 

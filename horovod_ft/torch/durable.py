@@ -1,152 +1,283 @@
-"""What a durable checkpoint holds of a PyTorch training state: a ``trainee.Durable``. Reads and writes no files.
+"""What a PyTorch training hands to a durable checkpoint, and takes back: a ``trainee.Durable``.
 
-Parameters and optimizer state are tensors, cut over all workers. Everything else is values: what is equal on all
-workers, under the names of the state's attributes, and what each has of its own.
+Tensors that are equal on all workers go by their bytes, so that each worker writes a part of them; everything else goes
+as plain values. Nothing is written or read here, and no collective is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
+import horovod
 import torch
 
-from horovod_ft.checkpoint import tensors as stored
-from horovod_ft.checkpoint.partition import Part, Piece
+from horovod_ft.checkpoint import partition, tensors
+from horovod_ft.checkpoint.partition import Piece
 from horovod_ft.checkpoint.tensors import Tensor, TensorSpec
-from horovod_ft.committer import Committer
-from horovod_ft.committer import Part as LightPart
+from horovod_ft.committer import Committer, Part
 from horovod_ft.errors import MismatchError, UnsupportedStateError
 from horovod_ft.torch.arena import HostMemory
-from horovod_ft.torch.parts import Attributes
+from horovod_ft.torch.parts import BUFFERS, RANDOM, VALUES, Buffers
 from horovod_ft.torch.plain import from_plain, is_dense, to_plain
-from horovod_ft.torch.replica import TorchReplica
+from horovod_ft.torch.replica import WORDS, Structure, TensorBlock, TorchReplica
 
-#: Beside the names of attributes, which are identifiers.
-STRUCTURE = "structure of the optimizers"
+#: As the safetensors format spells them.
 DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float32: "F32", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.complex64: "C64",
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.uint32: "U32", torch.int32: "I32", torch.float32: "F32",
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
 }  # fmt: skip
+#: Where ``shared`` says what it is of. A TorchState tracks no attribute with the name of a method of its own.
+SCHEMA = "schema"
+#: What ``local`` holds, and the parts that look after it.
+OWN = {"random": RANDOM, "buffers": BUFFERS}
+#: Attributes of these kinds have values in ``shared``.
+HOLDING = ("optimizer", "scaler", "stateful", "loader", "value")
 
 
 class TorchDurable:
-    """See the module.
+    """A training state as a durable checkpoint sees it.
 
     Args:
-        replica: the tensors.
-        committer: knows the replicated parts as of the last commit.
-        parts: all parts by name, in the committer's order.
+        replica, committer: of the state.
+        parts: all light state; replicated ones by the attribute that they look after, see ``parts_of``.
+        kinds: of the tracked attributes, by name.
     """
 
-    def __init__(self, replica: TorchReplica, committer: Committer, parts: Mapping[str, LightPart]) -> None:
-        self.versions: Mapping[str, str] = {"torch": str(torch.__version__), "horovod": metadata.version("horovod")}
+    def __init__(
+        self, replica: TorchReplica, committer: Committer, parts: Mapping[str, Part], kinds: Mapping[str, str]
+    ) -> None:
         self._replica = replica
         self._committer = committer
         self._parts = parts
+        self._kinds = kinds
         self._memory = HostMemory()
-        self._opened: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._filled: Callable[[], None] = _nothing
+        self._opened: _Opened | None = None
 
-    # --- saving ------------------------------------------------------------------------------------------------------
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return {"torch": str(torch.__version__), "horovod": str(horovod.__version__)}
+
+    # --- saving ----------------------------------------------------------------------------------------------------
 
     def tensors(self) -> list[TensorSpec]:
         """
         Raises:
-            UnsupportedStateError: a checkpoint cannot hold one of them; names it.
+            UnsupportedStateError: a tensor cannot be held by a checkpoint, or two have the same name.
         """
-        return [_spec(name, tensor) for name, tensor in self._replica.replicated()]
+        specs = [spec_of(name, tensor) for name, tensor in self._replica.replicated()]
+        tensors.check_names(specs)
+        return specs
 
-    def capture(self, pieces: Sequence[Piece]) -> tuple[list[Part], Callable[[], None]]:
+    def capture(self, pieces: Sequence[Piece]) -> tuple[list[partition.Part], Callable[[], None]]:
+        self._filled()  # the copy before may have been given up
         live = dict(self._replica.replicated())
-        sources = [_bytes(live[piece.tensor])[piece.start : piece.stop] for piece in pieces]
-        pinned = any(source.device.type == "cuda" for source in sources)
-        views = self._memory.room([piece.nbytes for piece in pieces], pinned=pinned)
-        wait = self._memory.copy(views, sources)
-        specs = {name: _spec(name, live[name]) for name in {piece.tensor for piece in pieces}}
+        pinned = any(live[piece.tensor].device.type == "cuda" for piece in pieces)
+        room = self._memory.room([piece.nbytes for piece in pieces], pinned=pinned)
+        views: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for piece, target in zip(pieces, room, strict=True):
+            found = list(runs(live[piece.tensor], piece.start, piece.stop))
+            views += _laid_out(target, found)
+            sources += found
+        self._filled = self._memory.copy(views, sources)
         parts = [
-            Part(specs[piece.tensor], piece, view.numpy().data)
-            for piece, view in zip(pieces, views, strict=True)
+            partition.Part(spec_of(piece.tensor, live[piece.tensor]), piece, target.numpy().data)
+            for piece, target in zip(pieces, room, strict=True)
         ]
-        return parts, wait
+        return parts, self._filled
 
     def settle(self) -> None:
-        """Parameters are about to change: let that happen after the capture, if one is still under way."""
+        """Parameters are about to change: let that happen after the copy, if one is still under way."""
         self._memory.settle()
 
-    def shared(self) -> dict[str, Any]:
-        replicated = {name: part for name, part in self._parts.items() if part.replicated}
-        values = self._committer.committed or self._committer.export()
-        told: dict[str, Any] = {}
-        for (name, part), value in zip(replicated.items(), values, strict=True):
-            told.update(value if isinstance(part, Attributes) else {name: value})
-        return {**{name: to_plain(value) for name, value in told.items()},
-                STRUCTURE: to_plain(self._replica.structure())}  # fmt: skip
+    def shared(self) -> Any:
+        committed = self._committer.committed
+        exported = iter(self._committer.export() if committed is None else committed)
+        by_name = {name: next(exported) for name, part in self._parts.items() if part.replicated}
+        values = by_name.pop(VALUES)
+        for name, states in zip(self._replica.optimizers(), self._replica.structure(), strict=True):
+            by_name[name] = {"options": by_name[name], "state": states}
+        return to_plain({SCHEMA: self._schema(), **by_name, **values})
 
-    def local(self) -> dict[str, Any]:
-        own = {name: part.export() for name, part in self._parts.items() if not part.replicated}
-        return {name: to_plain(value) for name, value in own.items() if value is not None}
+    def local(self) -> Any:
+        return to_plain({name: self._parts[part].export() for name, part in OWN.items()})
 
-    # --- restoring ---------------------------------------------------------------------------------------------------
+    # --- restoring -------------------------------------------------------------------------------------------------
 
-    def open(self, shared: dict[str, Any]) -> list[Tensor]:
-        self._check_names({name for name in shared if name.isidentifier()})
-        self._replica.prepare(from_plain(shared[STRUCTURE]))
-        self._opened = []
-        return [self._memory_of(name, tensor) for name, tensor in self._replica.replicated()]
-
-    def _memory_of(self, name: str, tensor: torch.Tensor) -> Tensor:
-        """A tensor with memory to be read into: its own, or that of a copy that is written back."""
-        spec = _spec(name, tensor)
-        memory = tensor.detach()
-        if memory.device.type != "cpu" or not memory.is_contiguous():
-            memory = torch.empty(memory.shape, dtype=memory.dtype)
-            self._opened.append((tensor, memory))
-        return stored.tensor(name, spec.dtype, spec.shape, _bytes(memory).numpy())
-
-    def _check_names(self, saved: set[str]) -> None:
-        here = {name for name, part in self._parts.items() if part.replicated and not isinstance(part, Attributes)}
-        for part in self._parts.values():
-            if isinstance(part, Attributes):
-                here.update(part.names)
-        told = [f"state.{name} is not in the checkpoint" for name in sorted(here - saved)]
-        told += [f"state.{name} is only in the checkpoint" for name in sorted(saved - here)]
-        if told:
-            raise MismatchError(
-                f"the checkpoint is of another training than this one: {'; '.join(told)}. Track the same things in "
-                "the state, or use another checkpoint"
-            )
+    def open(self, shared: Any) -> list[Tensor]:
+        """
+        Raises:
+            MismatchError: it is of a state with other attributes or optimizers. Nothing was changed.
+        """
+        self._check(shared)
+        room = self._replica.room([from_plain(shared[name]["state"]) for name in self._replica.optimizers()])
+        named = list(self._replica.replicated(room))
+        blocks = [TensorBlock(tensor, local=False) for _, tensor in named]
+        self._opened = _Opened(room, blocks)
+        return [
+            Tensor(spec_of(name, tensor), block.host(read=False).data)
+            for (name, tensor), block in zip(named, blocks, strict=True)
+        ]
 
     @torch.no_grad()
-    def restored(self, shared: dict[str, Any], local: Any) -> None:
-        for tensor, memory in self._opened:
-            tensor.copy_(memory)
-        self._opened = []
+    def restored(self, shared: Any, local: Any | None) -> None:
+        assert self._opened is not None, "open comes first"
+        for block in self._opened.blocks:
+            block.write_back()
+        self._replica.install(self._opened.room)
+        self._opened = None
+        values = from_plain(shared)
         for name, part in self._parts.items():
-            if isinstance(part, Attributes):
-                part.adopt({attribute: from_plain(shared[attribute]) for attribute in part.names})
-            elif part.replicated:
-                part.adopt(from_plain(shared[name]))
-            elif name in local:
-                part.adopt(from_plain(local[name]))
+            if part.replicated:
+                part.adopt(self._of(name, values))
+        if local is not None:
+            for name, value in from_plain(local).items():
+                self._parts[OWN[name]].adopt(value)
+        self._committer.committed = self._committer.export()
+        self._committer.save()
+
+    def _of(self, name: str, values: dict[str, Any]) -> Any:
+        """What the part with this name has exported."""
+        if name == VALUES:
+            return {attribute: values[attribute] for attribute, kind in self._kinds.items() if kind == "value"}
+        return values[name]["options"] if self._kinds[name] == "optimizer" else values[name]
+
+    # --- what has to fit -------------------------------------------------------------------------------------------
+
+    def _schema(self) -> dict[str, Any]:
+        modules = self._buffers.modules()
+        return {
+            "attributes": {name: kind for name, kind in self._kinds.items() if kind in HOLDING},
+            "groups": self._replica.groups(),
+            "buffers": {path: modules[path] for path in self._buffers.owners()},
+        }
+
+    def _check(self, shared: Any) -> None:
+        if not isinstance(shared, dict) or SCHEMA not in shared:
+            raise MismatchError("the checkpoint was not saved from a TorchState; use another one")
+        there, here, modules = from_plain(shared[SCHEMA]), self._schema(), self._buffers.modules()
+        told = [
+            *_differences(_attributes(there), _attributes(here)),
+            *_differences(_groups(there), _groups(here)),
+            *_differences(there["buffers"], {path: modules[path] for path in there["buffers"] if path in modules}),
+        ]
+        if told:
+            lines = "".join(f"\n  {line}" for line in told)
+            raise MismatchError(
+                f"the checkpoint is of another training than this one:{lines}\n"
+                "Give the state what it had when the checkpoint was saved, or use another checkpoint"
+            )
+
+    @property
+    def _buffers(self) -> Buffers:
+        return cast(Buffers, self._parts[BUFFERS])
 
 
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    shape = tuple(tensor.shape)
-    if not is_dense(tensor):
-        raise UnsupportedStateError(f"tensor {name!r} is {tensor.layout}, and a checkpoint holds plain ones only")
-    if tensor.dtype == torch.complex128:
-        return TensorSpec(name, "F64", (*shape, 2))
-    spec = TensorSpec(name, DTYPES.get(tensor.dtype, str(tensor.dtype)), shape)
+class _Opened(NamedTuple):
+    """What ``open`` has made, until ``restored``.
+
+    Attributes:
+        room: state of the optimizers.
+        blocks: memory of all tensors.
+    """
+
+    room: Structure
+    blocks: list[TensorBlock]
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """A tensor as a checkpoint names it.
+
+    Raises:
+        UnsupportedStateError: a checkpoint cannot hold it.
+    """
+    if not is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedStateError(
+            f"tensor {name!r} is {_described(tensor)}: a checkpoint holds tensors that are their numbers in memory"
+        )
+    if tensor.dtype is torch.complex128:
+        spec = TensorSpec(name, "F64", (*tensor.shape, 2))
+    else:
+        spec = TensorSpec(name, DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
     spec.check()
     return spec
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers in row-major order, as bytes: its own memory if they lie there so."""
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+def _described(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if tensor.is_meta:
+        return "on the meta device"
+    return "quantized" if tensor.is_quantized else "conjugated or negated when it is read"
+
+
+def runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Bytes ``start`` to ``stop`` of a tensor in row-major order: views of its memory, of whole numbers, end to end.
+
+    One view if the tensor is contiguous, or wanted as a whole; else two for each of its dimensions at most. Both ends
+    lie between two elements.
+    """
+    numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if numbers.is_contiguous():
+        flat = numbers.view(-1).view(torch.uint8)
+        yield flat if stop - start == len(flat) else flat[start:stop]
+    else:
+        itemsize = numbers.element_size()
+        yield from _elements(numbers.view(WORDS[itemsize]), start // itemsize, stop // itemsize)
+
+
+def _laid_out(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Views of a run of bytes for these tensors, end to end."""
+    at = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        place = memory if nbytes == len(memory) else memory[at : at + nbytes]
+        yield place if tensor.shape == place.shape else place.view(tensor.dtype).view(tensor.shape)
+        at += nbytes
+
+
+def _elements(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Elements ``start`` to ``stop``, which is more: the end of a row, whole rows, the beginning of a row."""
+    if stop - start == tensor.numel():
+        yield tensor
+        return
+    row = tensor.numel() // len(tensor)
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from _elements(tensor[last], start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _elements(tensor[first - 1], start - (first - 1) * row, row)
+    if first < last:
+        yield tensor[first:last]
+    if last * row < stop:
+        yield from _elements(tensor[last], 0, stop - last * row)
+
+
+def _attributes(schema: dict[str, Any]) -> dict[str, str]:
+    return {f"state.{name}": kind for name, kind in schema["attributes"].items()}
+
+
+def _groups(schema: dict[str, Any]) -> dict[str, str]:
+    """``optimizer: group 0`` -> ``SGD with 2 parameters``."""
+    return {name: what for name, _, what in (line.partition(" of ") for line in schema["groups"])}
+
+
+def _differences(there: dict[str, str], here: dict[str, str]) -> Iterator[str]:
+    for name in here | there:
+        if name not in there:
+            yield f"{name} is not in the checkpoint"
+        elif name not in here:
+            yield f"{name} is only in the checkpoint"
+        elif there[name] != here[name]:
+            yield f"{name} is {there[name]} in the checkpoint, {here[name]} here"
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""

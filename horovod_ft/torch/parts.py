@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from horovod_ft.committer import Part
 from horovod_ft.data import Cursor, Place
+from horovod_ft.guard import ReplicaGuard
+from horovod_ft.torch.loader import ElasticDataLoader
 
-#: A buffer: number of the module that owns it, and its name there.
-BufferKey = tuple[int, str]
+#: A buffer: path of the module that owns it, beginning with the attribute that holds the model, and its name there.
+BufferKey = tuple[str, str]
+#: Names of parts that look after no attribute: tracked attributes do not begin like this.
+RANDOM, BUFFERS, VALUES = "_random", "_buffers", "_values"
 #: Values of these types cannot change under a reference to them.
 IMMUTABLE = (int, float, complex, str, bytes, bool, type(None))
 
@@ -65,7 +70,7 @@ class RandomState(BasePart):
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if devices:
-            torch.cuda.set_rng_state_all(devices)
+            torch.cuda.set_rng_state_all(devices[: torch.cuda.device_count()])  # a checkpoint may be of another host
 
 
 def seed_newcomer(generation: int, rank: int) -> None:
@@ -79,22 +84,38 @@ def seed_newcomer(generation: int, rank: int) -> None:
 class Buffers(BasePart):
     """Buffers of the models, such as running statistics of BatchNorm. Each worker has its own."""
 
-    def __init__(self, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
+    def __init__(self, models: Callable[[], Mapping[str, torch.nn.Module]]) -> None:
         self._models = models
-        self._known: list[torch.nn.Module] = []
+        self._known: dict[str, torch.nn.Module] = {}
         # A module's dict of buffers is kept, not its buffers: a module may replace them in its forward.
-        self._owners: list[dict[str, torch.Tensor | None]] = []
+        self._owners: dict[str, dict[str, torch.Tensor | None]] = {}
+        self._classes: dict[str, str] = {}
         self._keys: list[BufferKey] = []
         self._saved: list[torch.Tensor] = []
 
+    def modules(self) -> dict[str, str]:
+        """Class of each module, by path, whether it has buffers or not."""
+        self._live()
+        return dict(self._classes)
+
+    def owners(self) -> list[str]:
+        """Paths of the modules that have buffers at present."""
+        return list(dict.fromkeys(path for path, _ in self._live()))
+
     def _live(self) -> dict[BufferKey, torch.Tensor]:
-        models = list(self._models())
-        if len(models) != len(self._known) or any(new is not old for new, old in zip(models, self._known, strict=True)):
-            self._known = models
-            self._owners = [module._buffers for model in models for module in model.modules()]
+        models = self._models()
+        if models.keys() != self._known.keys() or any(self._known[name] is not model for name, model in models.items()):
+            self._known = dict(models)
+            modules = {
+                f"{owner}.{path}".rstrip("."): module
+                for owner, model in models.items()
+                for path, module in model.named_modules()
+            }
+            self._owners = {path: module._buffers for path, module in modules.items()}
+            self._classes = {path: type(module).__name__ for path, module in modules.items()}
         return {
-            (index, name): buffer
-            for index, buffers in enumerate(self._owners)
+            (path, name): buffer
+            for path, buffers in self._owners.items()
             for name, buffer in buffers.items()
             if buffer is not None
         }
@@ -118,18 +139,16 @@ class Buffers(BasePart):
 
     @torch.no_grad()
     def adopt(self, value: dict[BufferKey, torch.Tensor]) -> None:
-        for index, buffers in enumerate(self._owners):
+        for path, buffers in self._owners.items():
             for name in buffers:
-                if (index, name) not in value:
+                if (path, name) not in value:
                     buffers[name] = None  # it came later
-        for (index, name), saved in value.items():
-            live = self._owners[index].get(name)
-            if live is not None:
-                saved = saved.to(live.device)  # noqa: PLW2901  a checkpoint has it on the host
-            if live is not None and kinds_of([live]) == kinds_of([saved]):
+        for (path, name), saved in value.items():
+            live = self._owners[path].get(name)
+            if live is not None and (live.shape, live.dtype) == (saved.shape, saved.dtype):
                 live.copy_(saved)
             else:
-                self._owners[index][name] = saved.clone()
+                self._owners[path][name] = saved.to(saved.device if live is None else live.device, copy=True)
 
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
@@ -154,13 +173,18 @@ class Options(BasePart):
 
     def adopt(self, value: list[dict[str, Any]]) -> None:
         for group, options in zip(self._optimizer().param_groups, value, strict=True):
-            group.update({name: copied(option) for name, option in options.items()})
+            group.update({name: _beside(group.get(name), copied(option)) for name, option in options.items()})
 
     def begin(self) -> None:
         self._saved = self.export()
 
     def rollback(self) -> None:
         self.adopt(self._saved)
+
+
+def _beside(have: Any, value: Any) -> Any:
+    """A value on the device of what it takes the place of, if both are tensors."""
+    return value.to(have.device) if isinstance(have, torch.Tensor) and isinstance(value, torch.Tensor) else value
 
 
 class Stateful(BasePart):
@@ -190,7 +214,7 @@ class Scaler(Stateful):
 
     def adopt(self, value: Any) -> None:
         scaler = self._value()
-        if not scaler.is_enabled():
+        if not scaler.is_enabled() or not value:  # it is off, or was
             return
         if scaler._scale is not None:
             scaler.update(scaler.get_scale())  # a new scale ends the step for all optimizers
@@ -203,12 +227,12 @@ class Attributes(BasePart):
     replicated = True
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
-        self.names = tuple(names)
         self._owner = owner
+        self._names = tuple(names)
         self._saved: dict[str, Any] = {}
 
     def export(self) -> dict[str, Any]:
-        return {name: copied(getattr(self._owner, name)) for name in self.names}
+        return {name: copied(getattr(self._owner, name)) for name in self._names}
 
     def adopt(self, value: dict[str, Any]) -> None:
         for name, item in value.items():
@@ -286,3 +310,42 @@ class Snapshot(BasePart):
             self._prepare(self._saved_structure)
             if self._saved:
                 torch._foreach_copy_(self._tensors(), self._saved)
+
+
+def kind_of(value: Any) -> str:
+    """What a tracked attribute is to a training state."""
+    kinds: Sequence[tuple[str, Any]] = (
+        ("model", torch.nn.Module),
+        ("optimizer", torch.optim.Optimizer),
+        ("loader", ElasticDataLoader),
+        ("scaler", torch.amp.GradScaler),
+        ("guard", ReplicaGuard),
+    )
+    for kind, type_ in kinds:
+        if isinstance(value, type_):
+            return kind
+    return "stateful" if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else "value"
+
+
+def parts_of(owner: Any, kinds: Mapping[str, str]) -> dict[str, Part]:
+    """What looks after each tracked attribute, by its name; after plain values, all of them together, ``VALUES``."""
+    made = {name: _part_of(kind, _getter(owner, name)) for name, kind in kinds.items()}
+    named: dict[str, Part] = {name: part for name, part in made.items() if part is not None}
+    return {**named, VALUES: Attributes(owner, [name for name, kind in kinds.items() if kind == "value"])}
+
+
+def _part_of(kind: str, get: Callable[[], Any]) -> Part | None:
+    match kind:
+        case "optimizer":
+            return Options(get)
+        case "scaler":
+            return Scaler(get)
+        case "stateful":
+            return Stateful(get)
+        case "loader":
+            return CursorPart(lambda: get().cursor)
+    return None
+
+
+def _getter(owner: Any, name: str) -> Callable[[], Any]:
+    return lambda: getattr(owner, name)

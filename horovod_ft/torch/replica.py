@@ -51,6 +51,10 @@ class TensorSpec(NamedTuple):
     on_host: bool
 
 
+#: For each optimizer: index of a parameter -> key -> value.
+Structure = list[dict[int, dict[str, Any]]]
+
+
 class TorchReplica:
     """The heavy state of models and optimizers.
 
@@ -81,54 +85,82 @@ class TorchReplica:
                     yield f"{owner}.parameter{index}", parameter, False
 
     def schema(self) -> list[str]:
-        tensors = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor, _ in self.named()]
-        groups = [
+        return [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor, _ in self.named()] + self.groups()
+
+    def groups(self) -> list[str]:
+        """One line a param group of an optimizer."""
+        return [
             f"{owner}: group {index} of {type(optimizer).__name__} with {len(group['params'])} parameters"
             for owner, optimizer in self._optimizers().items()
             for index, group in enumerate(optimizer.param_groups)
         ]
-        return tensors + groups
 
-    def structure(self) -> list[dict[int, dict[str, Any]]]:
+    def optimizers(self) -> list[str]:
+        """Their attribute names, in the order of ``structure``."""
+        return list(self._optimizers())
+
+    def structure(self) -> Structure:
         """For each optimizer: index of the parameter -> key -> TensorSpec, or the value itself."""
         return [
+            {index: {key: _described(value) for key, value in state.items()} for index, state in states.items()}
+            for states in self._states()
+        ]
+
+    def prepare(self, structure: Structure) -> None:
+        """Give each optimizer state of this structure; tensors that fit are kept, others are made, unfilled."""
+        self.install(self.room(structure))
+
+    def room(self, structure: Structure) -> Structure:
+        """State of this structure for each optimizer, as for ``prepare``; the optimizers do not have it yet."""
+        return [
+            {index: _made(state, have.get(index, {}), parameters[index]) for index, state in states.items()}
+            for states, have, parameters in zip(structure, self._states(), self._all_parameters(), strict=True)
+        ]
+
+    def install(self, room: Structure) -> None:
+        """Let the optimizers have what ``room`` made for them."""
+        for optimizer, states in zip(self._optimizers().values(), room, strict=True):
+            for index, parameter in enumerate(_parameters(optimizer)):
+                if index in states:
+                    optimizer.state[parameter] = states[index]
+                else:
+                    optimizer.state.pop(parameter, None)
+
+    def _states(self) -> Structure:
+        """For each optimizer: index of the parameter -> its state, live."""
+        return [
             {
-                index: {key: _described(value) for key, value in optimizer.state[parameter].items()}
+                index: optimizer.state[parameter]
                 for index, parameter in enumerate(_parameters(optimizer))
                 if parameter in optimizer.state
             }
             for optimizer in self._optimizers().values()
         ]
 
-    def prepare(self, structure: list[dict[int, dict[str, Any]]]) -> None:
-        """Give each optimizer state of this structure; tensors that fit are kept, others are made, unfilled."""
-        for optimizer, states in zip(self._optimizers().values(), structure, strict=True):
-            for index, parameter in enumerate(_parameters(optimizer)):
-                if index in states:
-                    have = optimizer.state.get(parameter, {})
-                    optimizer.state[parameter] = {
-                        key: _made(value, have.get(key), parameter) for key, value in states[index].items()
-                    }
-                else:
-                    optimizer.state.pop(parameter, None)
-
-    def replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of what is equal on all workers: parameters, then the state of optimizers."""
-        yield from ((name, tensor) for name, tensor, local in self.named() if not local)
-        yield from self._optimizer_tensors()
-
-    def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for owner, optimizer in self._optimizers().items():
-            for index, parameter in enumerate(_parameters(optimizer)):
-                for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
-                    if isinstance(value, torch.Tensor):
-                        yield f"{owner}.state.{index}.{key}", value
+    def _all_parameters(self) -> list[list[torch.Tensor]]:
+        return [list(_parameters(optimizer)) for optimizer in self._optimizers().values()]
 
     def optimizer_tensors(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in self._optimizer_tensors()]
+        return [tensor for _, tensor in self._named_states(self._states())]
 
     def replicated_tensors(self) -> list[torch.Tensor]:
         return [tensor for _, tensor in self.replicated()]
+
+    def replicated(self, room: Structure | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of what is equal on all workers: parameters, then the optimizers' state.
+
+        Args:
+            room: the optimizers' state in place of what they have.
+        """
+        yield from ((name, tensor) for name, tensor, local in self.named() if not local)
+        yield from self._named_states(self._states() if room is None else room)
+
+    def _named_states(self, states: Structure) -> Iterator[tuple[str, torch.Tensor]]:
+        for owner, of_parameters in zip(self._optimizers(), states, strict=True):
+            for index, state in of_parameters.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{owner}.state.{index}.{key}", value
 
     def digest(self) -> int:
         """The bits of all replicated tensors in one number of 64 bits: their sums as whole numbers, chained."""
@@ -170,7 +202,11 @@ def _described(value: Any) -> Any:
     return copied(value)
 
 
-def _made(value: Any, have: Any, parameter: torch.Tensor) -> Any:
+def _made(state: dict[str, Any], have: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    return {key: _made_one(value, have.get(key), parameter) for key, value in state.items()}
+
+
+def _made_one(value: Any, have: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, TensorSpec):
         return copied(value)
     device = torch.device("cpu") if value.on_host else parameter.device

@@ -7,15 +7,15 @@ step be a transaction.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from horovod.common.elastic import State
 
 from horovod_ft.agreement import Gradients, Reach, who_has_it
 from horovod_ft.committer import Committer, Frontier, Part
-from horovod_ft.data import Cursor, Deal, Range
+from horovod_ft.data import Deal, Range
 from horovod_ft.errors import ConfigurationError, UsageError
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
@@ -29,15 +29,14 @@ from horovod_ft.torch.faults import install_faults
 from horovod_ft.torch.loader import ElasticDataLoader
 from horovod_ft.torch.optimizer import Distributed
 from horovod_ft.torch.parts import (
-    Attributes,
+    BUFFERS,
+    RANDOM,
     BasePart,
     Buffers,
-    CursorPart,
-    Options,
     RandomState,
-    Scaler,
     Snapshot,
-    Stateful,
+    kind_of,
+    parts_of,
     seed_newcomer,
 )
 from horovod_ft.torch.reducer import GradientReducer
@@ -81,7 +80,7 @@ class TorchState(State):  # type: ignore[misc]
         super().__init__(bcast_object=None, get_rank=lambda: runtime.group().rank)
         for name, value in tracked.items():
             object.__setattr__(self, name, value)
-        self._names = _Names(tracked)
+        self._names = {name: kind_of(value) for name, value in tracked.items()}
         self._waiting: Any = None
         self._keep = False
         self._updated_elements = 0
@@ -93,7 +92,7 @@ class TorchState(State):  # type: ignore[misc]
         self._copies: Copies | None = None
         parts = self._parts()
         self._committer = Committer(list(parts.values()))
-        self._durable = TorchDurable(self._replica, self._committer, parts)
+        self._durable = TorchDurable(self._replica, self._committer, parts, self._names)
         self.engine = Engine(
             runtime.membership, self, self._committer, runtime.bus, runtime.injector, runtime.ledger,
             attempt=runtime.settings.attempt, timeout_s=runtime.settings.timeout_s,
@@ -215,8 +214,8 @@ class TorchState(State):  # type: ignore[misc]
             self._committer.begin()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        names: _Names | None = self.__dict__.get("_names")
-        if names is not None and name in names and names.kind_of(value) != names[name]:
+        names: dict[str, str] | None = self.__dict__.get("_names")
+        if names is not None and name in names and kind_of(value) != names[name]:
             raise ConfigurationError(
                 f"state.{name} is tracked as {names[name]} and cannot become a {type(value).__name__}; make a new "
                 "TorchState for it"
@@ -478,28 +477,14 @@ class TorchState(State):  # type: ignore[misc]
             )
 
     def _parts(self) -> dict[str, Part]:
-        """By attribute, or, with a space in it, by what they hold."""
-        parts: dict[str, Part] = {
-            "random generators": RandomState(),
-            "even weights": _EvenWeights(self),
-            "all buffers": Buffers(lambda: self._named(torch.nn.Module).values()),
-            "last commit": self._snapshot,
+        """All light state, in order: this worker's own, then by the name of the attribute that it looks after."""
+        return {
+            RANDOM: RandomState(),
+            "_weights": _EvenWeights(self),
+            BUFFERS: Buffers(lambda: self._named(torch.nn.Module)),
+            "_snapshot": self._snapshot,
+            **parts_of(self, self._names),
         }
-        plain = []
-        for name, kind in self._names.items():
-            if kind in PARTS:
-                parts[name] = PARTS[kind](self._getter(name))
-            elif kind == "loader":
-                parts[name] = CursorPart(self._cursor_of(name))
-            elif kind == "value":
-                plain.append(name)
-        return {**parts, "plain values": Attributes(self, plain)}
-
-    def _getter(self, name: str) -> Callable[[], Any]:
-        return lambda: getattr(self, name)
-
-    def _cursor_of(self, name: str) -> Callable[[], Cursor]:
-        return lambda: cast(Cursor, getattr(self, name).cursor)
 
 
 class _EvenWeights(BasePart):
@@ -512,34 +497,6 @@ class _EvenWeights(BasePart):
         if self._state._loader is None:
             for optimizer in self._state._distributed():
                 optimizer.ft_reducer.set_weight(1.0)
-
-
-PARTS: dict[str, Callable[[Callable[[], Any]], Part]] = {
-    "optimizer": Options,
-    "scaler": Scaler,
-    "stateful": Stateful,
-}
-
-
-class _Names(dict[str, str]):
-    """Attribute names of what is tracked -> its kind."""
-
-    def __init__(self, tracked: dict[str, Any]) -> None:
-        super().__init__({name: self.kind_of(value) for name, value in tracked.items()})
-
-    @staticmethod
-    def kind_of(value: Any) -> str:
-        kinds: Sequence[tuple[str, Any]] = (
-            ("model", torch.nn.Module),
-            ("optimizer", torch.optim.Optimizer),
-            ("loader", ElasticDataLoader),
-            ("scaler", torch.amp.GradScaler),
-            ("guard", ReplicaGuard),
-        )
-        for kind, type_ in kinds:
-            if isinstance(value, type_):
-                return kind
-        return "stateful" if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else "value"
 
 
 __all__ = ["Frontier", "TorchState"]

@@ -102,7 +102,7 @@ class Moody(nn.Module):
 
 def test_running_statistics_return_bitwise() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    part = Buffers(lambda: [model])
+    part = Buffers(lambda: {"model": model})
     model(torch.randn(4, 2))
     part.begin()
     before = copy_of(model)
@@ -114,7 +114,7 @@ def test_running_statistics_return_bitwise() -> None:
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_replaced_and_new_buffers_are_undone(rounds: int) -> None:
     model = Moody()
-    part = Buffers(lambda: [model])
+    part = Buffers(lambda: {"model": model})
     for _ in range(rounds):
         part.begin()
         model()
@@ -126,7 +126,7 @@ def test_replaced_and_new_buffers_are_undone(rounds: int) -> None:
 
 def test_a_buffer_that_changed_its_shape_is_restored() -> None:
     model = Moody()
-    part = Buffers(lambda: [model])
+    part = Buffers(lambda: {"model": model})
     part.begin()
     model.total = torch.ones(5)
     part.rollback()
@@ -135,7 +135,7 @@ def test_a_buffer_that_changed_its_shape_is_restored() -> None:
 
 def test_a_buffer_that_went_away_comes_back() -> None:
     model = Moody()
-    part = Buffers(lambda: [model])
+    part = Buffers(lambda: {"model": model})
     part.begin()
     model.total = None  # type: ignore[assignment]
     part.rollback()
@@ -144,7 +144,7 @@ def test_a_buffer_that_went_away_comes_back() -> None:
 
 def test_a_model_moved_to_double_precision_loses_no_digit() -> None:
     model = Moody()
-    part = Buffers(lambda: [model])
+    part = Buffers(lambda: {"model": model})
     part.begin()
     model.double()
     model.total += 0.1
@@ -156,7 +156,7 @@ def test_a_model_moved_to_double_precision_loses_no_digit() -> None:
 
 def test_the_storage_of_saved_buffers_is_kept_from_step_to_step() -> None:
     model = Moody()
-    part = Buffers(lambda: [model])
+    part = Buffers(lambda: {"model": model})
     part.begin()
     places = [saved.data_ptr() for saved in part._saved]
     part.begin()
@@ -164,19 +164,19 @@ def test_the_storage_of_saved_buffers_is_kept_from_step_to_step() -> None:
 
 
 def test_a_model_that_takes_the_place_of_another_is_looked_after() -> None:
-    models = [Moody()]
+    models = {"model": Moody()}
     part = Buffers(lambda: models)
     part.begin()
-    models[0] = Moody()
+    models["model"] = Moody()
     part.begin()
-    models[0]()
+    models["model"]()
     part.rollback()
-    assert models[0].total.tolist() == [0.0, 0.0]
+    assert models["model"].total.tolist() == [0.0, 0.0]
 
 
 def test_buffers_registered_after_the_state_was_made_are_looked_after() -> None:
     model: Any = nn.Module()
-    part = Buffers(lambda: [model])
+    part = Buffers(lambda: {"model": model})
     part.begin()
     model.register_buffer("late", torch.zeros(1))
     part.begin()
@@ -185,8 +185,36 @@ def test_buffers_registered_after_the_state_was_made_are_looked_after() -> None:
     assert model.late.item() == 0.0
 
 
+def test_buffers_are_known_by_their_place_in_the_model() -> None:
+    models = {"model": nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "other": Moody()}
+    part = Buffers(lambda: models)
+    assert part.modules() == {
+        "model": "Sequential", "model.0": "Linear", "model.1": "BatchNorm1d", "other": "Moody"
+    }  # fmt: skip
+    assert part.owners() == ["model.1", "other"]
+    assert list(part.export()) == [
+        ("model.1", "running_mean"),
+        ("model.1", "running_var"),
+        ("model.1", "num_batches_tracked"),
+        ("other", "total"),
+        ("other", "replaced"),
+    ]
+
+
+def test_buffers_stay_on_their_device() -> None:
+    model = Moody()
+    part = Buffers(lambda: {"model": model})
+    exported = part.export()
+    model.to("meta")
+    model.replaced = torch.zeros(1, device="meta")
+    total = model.total
+    part.adopt(exported)
+    assert model.total is total
+    assert (model.replaced.device.type, model.replaced.shape) == ("meta", (3,))
+
+
 def test_models_without_buffers_cost_nothing() -> None:
-    part = Buffers(lambda: [network()])
+    part = Buffers(lambda: {"model": network()})
     part.begin()
     part.rollback()
 
@@ -216,6 +244,15 @@ def test_an_option_that_is_a_tensor_is_copied() -> None:
     optimizer.param_groups[0]["lr"].mul_(2.0)
     part.rollback()
     assert optimizer.param_groups[0]["lr"].item() == 0.5
+
+
+def test_an_option_that_is_a_tensor_stays_on_its_device() -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
+    part = Options(lambda: optimizer)
+    exported = part.export()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    part.adopt(exported)
+    assert optimizer.param_groups[0]["lr"].device.type == "meta"
 
 
 def test_options_are_handed_on_to_another_worker() -> None:
@@ -297,6 +334,12 @@ def test_a_scaler_that_was_never_used_returns(enabled: bool) -> None:
     part.begin()
     part.rollback()
     assert scaler.is_enabled() is enabled
+
+
+def test_a_scaler_keeps_its_scale_if_the_other_one_was_off() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    Scaler(lambda: scaler).adopt(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+    assert scaler.get_scale() == 4.0
 
 
 def test_a_scale_is_handed_on_to_another_worker() -> None:

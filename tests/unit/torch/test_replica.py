@@ -172,6 +172,29 @@ def test_buffers_belong_to_each_worker_and_parameters_to_all() -> None:
     assert len(replica.replicated_tensors()) == 2
 
 
+def test_optimizer_state_is_named_by_its_parameters_index() -> None:
+    worker = Worker(nn.Linear(2, 3))
+    worker.model(torch.ones(1, 2)).sum().backward()
+    worker.optimizer.step()
+    assert [name for name, _ in worker.replica.replicated()] == [
+        "model.weight",
+        "model.bias",
+        "optimizer.state.0.momentum_buffer",
+        "optimizer.state.1.momentum_buffer",
+    ]
+
+
+def test_an_optimizer_does_not_have_the_room_that_was_made_for_it_before_it_is_installed() -> None:
+    source, target = Worker(network()), Worker(network(1))
+    train(source.model, source.optimizer, range(1))
+    room = target.replica.room(source.replica.structure())
+    made = [tensor for name, tensor in target.replica.replicated(room) if ".state." in name]
+    assert not target.optimizer.state
+    target.replica.install(room)
+    assert [id(tensor) for tensor in target.replica.optimizer_tensors()] == [id(tensor) for tensor in made]
+    assert len(made) == 2
+
+
 def test_a_schema_names_every_tensor_and_group() -> None:
     assert Worker(nn.Linear(2, 3)).replica.schema() == [
         "model.weight (3, 2) torch.float32",

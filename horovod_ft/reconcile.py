@@ -245,9 +245,7 @@ class Reconciler:
     def _from_store(self, agreement: Agreement) -> Agreement | None:
         """All have the newest durable checkpoint. Returns the agreement on that; None if there is none."""
         assert self._saving.store is not None
-        restored: Restored | None = self._restoring.newest(
-            self._saving.store, agreement.generation, self._open.number_for_faults
-        )
+        restored: Restored | None = self._restoring.newest(self._saving.store, agreement.generation)
         if restored is None:
             if not agreement.holders and not agreement.copies:
                 raise JobLostError(

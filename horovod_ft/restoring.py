@@ -17,11 +17,17 @@ from horovod_ft.checkpoint import CheckpointStore, Status
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.tensors import Tensor, check_fits
 from horovod_ft.committer import Committer
-from horovod_ft.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, StorageError
+from horovod_ft.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MismatchError,
+    NoCheckpointError,
+    StorageError,
+)
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
 from horovod_ft.membership.base import Bytes, Membership
-from horovod_ft.trainee import Trainee
+from horovod_ft.trainee import Durable, Trainee
 from horovod_ft.transfer import send
 
 log = logging.getLogger("horovod_ft")
@@ -62,12 +68,11 @@ class Restoring:
         self._injector = injector
         self._mono = mono
 
-    def newest(self, store: CheckpointStore, generation: int, at_step: int) -> Restored | None:
+    def newest(self, store: CheckpointStore, generation: int) -> Restored | None:
         """Restore the newest valid checkpoint. Blocks; all workers of the group call it.
 
         Args:
             generation: of the group.
-            at_step: for fault plans, see ``OpenStep.number_for_faults``.
 
         Returns:
             what was restored; None if the store holds no checkpoint, valid or not. Nothing has changed then.
@@ -87,7 +92,7 @@ class Restoring:
                 raise found
             if found is None:
                 return None
-            values, problem = self._read(store, found, generation, at_step)
+            values, problem = self._read(store, found, generation)
             if not problem:
                 took = self._mono() - began
                 self._bus.emit("restored", folder=found.folder, to=found.step, nbytes=found.nbytes, duration_s=took)
@@ -99,7 +104,7 @@ class Restoring:
             if group.rank == 0:
                 log.warning("horovod_ft: the checkpoint %s/%s cannot be used: %s", store.url, found.folder, problem)
 
-    def _read(self, store: CheckpointStore, manifest: Manifest, generation: int, at_step: int) -> tuple[Any, str]:
+    def _read(self, store: CheckpointStore, manifest: Manifest, generation: int) -> tuple[Any, str]:
         """Read one checkpoint. Returns its values, and why it cannot be used after all, if so: the same everywhere."""
         comm, group = self._membership.comm, self._membership.group
         read = _attempt(store.read_values, manifest) if group.rank == 0 else None
@@ -109,9 +114,9 @@ class Restoring:
         durable = self._trainee.ft_durable()
         assert durable is not None
         self._committer.torn = True
-        tensors = durable.open(values)
+        tensors = _opened(durable, values, manifest)
         check_fits(manifest.tensors, [tensor.spec for tensor in tensors])
-        local, error = _attempt(self._read_mine, store, manifest, tensors, at_step)
+        local, error = _attempt(self._read_mine, store, manifest, tensors)
         problem = _why(comm.allgather_object(error, "restored"))
         if problem:
             return None, problem
@@ -122,13 +127,13 @@ class Restoring:
         self._committer.went_back(manifest.step)
         return values, ""
 
-    def _read_mine(self, store: CheckpointStore, manifest: Manifest, tensors: Sequence[Tensor], at_step: int) -> Any:
+    def _read_mine(self, store: CheckpointStore, manifest: Manifest, tensors: Sequence[Tensor]) -> Any:
         """Read this worker's part of the shards into the tensors. Returns the values of the worker that it follows."""
         group = self._membership.group
         mine = store.plan_read(manifest, group.rank, group.size)
         for number, index in enumerate(mine):
             if number == len(mine) // 2:
-                self._injector.at("restore", at_step)
+                self._injector.at("restore", manifest.step)
             store.read_shard(manifest, index, tensors)
         return store.read_worker(manifest, group.rank if group.rank < manifest.size else 0)
 
@@ -173,6 +178,21 @@ def _found(store: CheckpointStore, damaged: dict[str, str]) -> Manifest | Checkp
         return None
     except StorageError as error:
         return error
+
+
+def _opened(durable: Durable, values: Any, manifest: Manifest) -> list[Tensor]:
+    """The memory to read into.
+
+    Raises:
+        MismatchError: the checkpoint is of another training; names the tensors that differ, if it is those.
+    """
+    try:
+        return durable.open(values)
+    except MismatchError:
+        here = durable.tensors()
+        names = {spec.name for spec in here}
+        check_fits([spec for spec in manifest.tensors if spec.name in names], here)
+        raise
 
 
 def _attempt(read: Callable[..., Any], *arguments: Any) -> tuple[Any, CheckpointError | None]:

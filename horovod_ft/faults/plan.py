@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 #: Phases of a recovery. Their ``step`` is the first step at which they may fire: which step a recovery goes on from
 #: depends on the failure. ``sync`` stands for ``agreement``, under Horovod's name;
 #: ``completion`` is that of an update's gradients, in lossy forward recovery; ``restore`` comes when half of a
-#: checkpoint's shards are read.
+#: checkpoint's shards are read, and has its step.
 RECOVERY_PHASES = ("reform", "sync", "agreement", "transfer", "completion", "restore")
 #: Phases of saving a checkpoint. Their ``step`` is the one that it holds. ``save_copy`` is on the training thread,
 #: before anything is copied; all others are beside it: ``save_write`` with half of this worker's shard written,

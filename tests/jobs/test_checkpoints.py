@@ -87,10 +87,10 @@ def test_all_workers_die_at_once(tmp_path: Path, optimizer: str) -> None:
 @pytest.mark.parametrize("model", ["batchnorm", "dropout"])
 def test_what_each_worker_has_of_its_own_is_restored(tmp_path: Path, model: str) -> None:
     """Buffers and random generators: each worker ends as in a job which nothing happened to."""
-    broken = run_saving(tmp_path / "broken", everybody(11), model=model, settle_through=8)
+    broken = run_saving(tmp_path / "broken", everybody(11), model=model, samples=96, settle_through=8)
     check_sound(broken, {0, 1, 2})
     assert restored_from(broken) == [8]
-    unbroken = run_saving(tmp_path / "unbroken", model=model)
+    unbroken = run_saving(tmp_path / "unbroken", model=model, samples=96)
     for left, right in zip(by_rank(broken), by_rank(unbroken), strict=True):
         assert left.scalars == right.scalars
         check_close(left.arrays, right.arrays)
@@ -154,7 +154,7 @@ def test_a_death_while_a_checkpoint_is_read(tmp_path: Path) -> None:
     """On the second attempt plans do not strike any more, so this is a second job."""
     lost = run_saving(tmp_path / "first", everybody(11), settle_through=8, launcher=LAUNCHER)
     assert lost.finished.returncode != 0
-    outcome = run_saving(tmp_path / "second", [fault(1, 0 + 1, "restore")], launcher=LAUNCHER,
+    outcome = run_saving(tmp_path / "second", [fault(1, 8, "restore")], launcher=LAUNCHER,
                          checkpoint=str(store_of(tmp_path / "first")))  # fmt: skip
     check_goes_on(outcome, {0, 2}, since=8)
 
@@ -168,8 +168,10 @@ def test_checkpoint_restart_in_place(tmp_path: Path, phase: str) -> None:
         tmp_path, [fault(2, 11, phase)], own_policy="restarts", every=None, settle_through=8, launcher=LAUNCHER
     )
     check_whole(outcome, {0, 1}, [8])
-    assert {(event.data["to"], event.data["lost_steps"]) for event in outcome.kinds("restarted")} == {(8, 2)}
-    assert outcome.ledger.redone == 2
+    lost = {event.data["lost_steps"] for event in outcome.kinds("restarted")}
+    assert {event.data["to"] for event in outcome.kinds("restarted")} == {8}
+    assert lost <= ({2, 3} if phase == "commit" else {2})  # some may have committed step 11 then
+    assert outcome.ledger.redone == max(lost)
 
 
 def test_scripts_that_commit_themselves(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_death_at_every_stage_of_a_save(tmp_path: Path, worker: int, phase: st
 
 @pytest.mark.parametrize(("worker", "phase"), [(1, "save_write"), (0, "save_manifest")])
 def test_the_others_go_on_and_save_again(tmp_path: Path, worker: int, phase: str) -> None:
-    outcome = run_saving(tmp_path, [fault(worker, 4, phase)], launcher=LAUNCHER)
+    outcome = run_saving(tmp_path, [fault(worker, 4, phase)], settle_through=1, launcher=LAUNCHER)
     check_sound(outcome, {0, 1, 2} - {worker})
     check_like_reference(outcome)
     assert 18 in valid(tmp_path)

@@ -18,7 +18,7 @@ EXPECTED = {
     "empty dataset": "ConfigurationError: the dataset is empty",
     "batch of zero": "ConfigurationError: global_batch_size is 0",
     "both batch sizes": "ConfigurationError: give either global_batch_size=G",
-    "unknown policy": "PolicyError: there is no recovery policy 'lossless'; installed: auto, checkpoint_restart, lossy_forward, rollback",
+    "unknown policy": "PolicyError: there is no recovery policy 'lossless'; installed: auto, checkpoint_restart, lossy",
     "step outside run": "UsageError: state.step() was used outside elastic.run",
     "nested steps": "UsageError: state.step() was used inside another state.step()",
     "adasum": "ConfigurationError: op=hvd.Adasum",

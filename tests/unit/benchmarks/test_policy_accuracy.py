@@ -59,7 +59,7 @@ def test_quick_is_one_seed_and_a_few_samples() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--policy", "rolback"], "there is no recovery policy 'rolback'; installed: auto, checkpoint_restart, lossy_forward, rollback"),
+        (["--policy", "rolback"], "there is no recovery policy 'rolback'; installed: auto, checkpoint_restart, lossy"),
         (["--policy", "lossy_forward(missing='all')"], "missing is 'all'; it must be one of"),
         (["--policy", ""], "cannot read the recovery policy ''"),
         (["--kills", "4"], "--kills 4 leaves nobody of --workers 4"),

@@ -36,6 +36,7 @@ class Config:
         checkpoint: where durable checkpoints are saved, after each ``every`` steps.
         settle_through: after each step up to this one all workers wait until the checkpoint that is being saved is
             whole.
+        linger: in the first attempt this worker (start rank) waits after this step, for its death.
     """
 
     folder: str
@@ -68,6 +69,7 @@ class Config:
     every: int | None = None
     end_on_error: bool = False
     settle_through: int = 0
+    linger: tuple[int, int] | None = None
 
     def write(self) -> str:
         path = Path(self.folder) / "config.json"

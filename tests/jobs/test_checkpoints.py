@@ -137,7 +137,7 @@ def test_a_death_at_every_stage_of_a_save(tmp_path: Path, worker: int, phase: st
     """It dies while step 8 is saved, and the others soon after: what was not finished does not count."""
     others = tuple(one for one in ALL if one != worker)
     outcome = run_saving(
-        tmp_path, [fault(worker, 8, phase), *everybody(11, "forward", others)], settle_through=4
+        tmp_path, [fault(worker, 8, phase), *everybody(11, "forward", others)], settle_through=4, linger=(worker, 8)
     )
     check_whole(outcome, {0, 1, 2}, [restored])
 

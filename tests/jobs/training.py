@@ -126,6 +126,9 @@ def settle(config: Config, state: Any) -> None:
     if state.steps <= config.settle_through:
         saver = state.engine._saving._saver
         wait_until(lambda: saver._writing is saver._running is None)
+    lingers = config.linger is not None and tuple(config.linger) == (START_RANK, state.steps)
+    if lingers and current().settings.attempt == 0:
+        wait_until(lambda: False)
 
 
 def policy_of(config: Config) -> Any:

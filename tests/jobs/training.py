@@ -123,7 +123,7 @@ def checkpoints_of(config: Config) -> Any:
 
 
 def settle(config: Config, state: Any) -> None:
-    if state.steps <= config.settle_through:
+    if 0 < state.steps <= config.settle_through:
         saver = state.engine._saving._saver
         wait_until(lambda: saver._writing is saver._running is None)
     lingers = config.linger is not None and tuple(config.linger) == (START_RANK, state.steps)

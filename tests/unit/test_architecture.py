@@ -24,7 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = (
          "losses", "membership", "policies", "restoring", "snapshot", "timeline", "trainee", "transfer", "agent",
          "checkpoint"}
     ),
-    frozenset({"changes", "history", "open_step", "reconcile", "recovery", "regroup", "saving", "step"}),
+    frozenset({"changes", "history", "open_step", "reconcile", "recovery", "regroup", "runtime", "saving", "step"}),
     frozenset({"torch", "keras", "testing"}),
     frozenset({"cli"}),
 )  # fmt: skip

@@ -9,12 +9,14 @@ import horovod.torch
 import pytest
 
 import horovod_ft.torch as hvd
+from horovod_ft import runtime
 from horovod_ft.errors import ConfigurationError, FaultPlanError, PolicyError, UsageError
 from horovod_ft.events import read_events
 from horovod_ft.membership.driver import DriverMembership
 from horovod_ft.membership.static import StaticMembership
 from horovod_ft.settings import Settings
-from horovod_ft.torch import runtime
+from horovod_ft.torch.binding import TorchBinding
+from horovod_ft.torch.runtime import current
 
 
 class Started:
@@ -46,7 +48,7 @@ def test_shutdown_without_init_is_passed_on(horovod_calls: Started) -> None:
 
 def test_before_init_there_is_no_runtime(horovod_calls: Started) -> None:
     with pytest.raises(UsageError, match=r"call hvd\.init\(\) first"):
-        runtime.current()
+        current()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_arguments_that_ask_for_nothing_are_fine_in_an_elastic_job(
 
 @pytest.mark.parametrize(("elastic", "kind"), [(True, DriverMembership), (False, StaticMembership)])
 def test_the_launcher_decides_how_groups_are_formed(elastic: bool, kind: type[Any]) -> None:
-    made = runtime.Runtime(Settings(elastic=elastic), (), {})
+    made = runtime.Runtime(Settings(elastic=elastic), "horovod_ft.torch", TorchBinding)
     assert type(made.membership) is kind
 
 
@@ -110,5 +112,5 @@ def test_a_fault_plan_strikes_in_the_first_attempt_only(
     monkeypatch.setenv("HOROVOD_FT_FAULTS", '[[fault]]\nworker = 0\nstep = 1\nphase = "forward"')
     monkeypatch.setenv("HOROVOD_FT_ATTEMPT", str(attempt))
     hvd.init()
-    assert len(runtime.current().injector.waiting) == waiting
+    assert len(current().injector.waiting) == waiting
     hvd.shutdown()

@@ -503,6 +503,6 @@ def test_drain_counts_over_all_optimizers(peers: Peers) -> None:
 
 
 def test_a_state_before_init_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horovod_ft.torch.runtime._Process.runtime", None)
+    monkeypatch.setattr("horovod_ft.runtime._Process.runtime", None)
     with pytest.raises(UsageError, match=r"call hvd\.init\(\) first"):
         TorchState(epoch=0)

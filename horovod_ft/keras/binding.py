@@ -1,0 +1,142 @@
+"""Horovod's TensorFlow binding behind ``membership.base.Binding``.
+
+In eager mode Horovod does not see the name of an operation, only its kind. All workers call the blocking collectives in
+the same order, one at a time. What runs beside the training has a name, and so is a function of TensorFlow.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+from horovod.tensorflow import mpi_ops
+
+from horovod_ft.errors import RecoveryTimeoutError
+from horovod_ft.keras.flight import Flight
+from horovod_ft.membership.base import FLAGS, Bytes
+from horovod_ft.membership.threads import ThreadWatch
+
+#: How many workers have said yes to a question, at most: 15 bits of the 60 that four questions have.
+COUNT_BITS = 15
+HOST = "/CPU:0"
+
+
+class TensorFlowBinding:
+    """Collectives on host memory through ``horovod.tensorflow``.
+
+    Args:
+        timeout_s: bound of each blocking collective.
+        arguments: what the user gave to ``hvd.init``, for the first call of ``init``.
+    """
+
+    #: What TensorFlow raises for a broken group becomes this one, see ``failures``.
+    failure_types: tuple[type[BaseException], ...] = (HorovodInternalError,)
+
+    def __init__(self, timeout_s: float, *arguments: Any, **options: Any) -> None:
+        self._timeout_s = timeout_s
+        self._arguments = arguments, options
+        self._threads = ThreadWatch()
+        self._sum = tf.function(_sum_of_flags)
+
+    def init(self) -> None:
+        arguments, options = self._arguments
+        self._threads.forming()
+        hvd.init(*arguments, **options)
+        self._threads.formed()
+
+    def stopped(self) -> bool:
+        """Horovod has stopped by itself, because the group broke: what it has not answered it never will."""
+        return self._threads.stopped()
+
+    def shutdown(self) -> None:
+        hvd.shutdown()
+
+    def rank(self) -> int:
+        return int(hvd.rank())
+
+    def size(self) -> int:
+        return int(hvd.size())
+
+    def allgather_object(self, value: Any, name: str) -> list[Any]:
+        data = np.frombuffer(cloudpickle.dumps(value), dtype=np.uint8)
+        what = f"the {name} of all workers"
+        lengths = self._allgather(np.array([len(data)], dtype=np.int64), what).tolist()
+        gathered = self._allgather(data, what)
+        stops = np.cumsum(lengths).tolist()
+        return [
+            cloudpickle.loads(gathered[stop - length : stop].tobytes())
+            for stop, length in zip(stops, lengths, strict=True)
+        ]
+
+    def broadcast_object(self, value: Any, root: int, name: str) -> Any:
+        mine = self.rank() == root
+        data = np.frombuffer(cloudpickle.dumps(value), dtype=np.uint8).copy() if mine else None
+        length = np.array([0 if data is None else len(data)], dtype=np.int64)
+        self.broadcast_bytes(length.view(np.uint8), root, f"length of the {name}")
+        if data is None:
+            data = np.empty(int(length[0]), dtype=np.uint8)
+        self.broadcast_bytes(data, root, name)
+        return value if mine else cloudpickle.loads(data.tobytes())
+
+    def broadcast_bytes(self, buffer: Bytes, root: int, name: str) -> None:
+        received = self._run(lambda: mpi_ops.broadcast(tf.constant(buffer), root), f"{name} from worker {root}")
+        if self.rank() != root:
+            np.copyto(buffer, received)
+
+    def any_async(self, flags: int) -> TensorFlowPending:
+        # Eight bytes, the size of Horovod's own control words: after a failure a worker can receive one for the other,
+        # and Gloo ends a process that receives more than it waits for. See ``installation.stops_after_failure``.
+        fields = sum((flags >> bit & 1) << bit * COUNT_BITS for bit in range(FLAGS))
+        return TensorFlowPending(self._flight(lambda: self._sum(tf.constant([fields], dtype=tf.int64)).numpy()))
+
+    def _allgather(self, array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+        gathered: np.ndarray[Any, Any] = self._run(lambda: mpi_ops.allgather(tf.constant(array)), what)
+        return gathered
+
+    def _run(self, operation: Callable[[], Any], what: str) -> Any:
+        """Run an operation and wait for its result, as an array.
+
+        Raises:
+            RecoveryTimeoutError: nothing after ``timeout_s``.
+        """
+        flight = self._flight(lambda: operation().numpy())
+        if not flight.wait(time.monotonic() + self._timeout_s):
+            raise RecoveryTimeoutError(
+                f"waited {self._timeout_s:.0f} s for {what}: a worker of the group is alive but does not take part. "
+                "Does every worker run the same script, with no collective between hvd.init() and the training "
+                "function? If one is only slow, raise HOROVOD_FT_TIMEOUT"
+            )
+        return flight.result()
+
+    def _flight(self, operation: Callable[[], Any]) -> Flight:
+        return Flight(lambda: _on_host(operation), self.stopped)
+
+
+def _on_host(operation: Callable[[], Any]) -> Any:
+    with tf.device(HOST):
+        return operation()
+
+
+def _sum_of_flags(fields: tf.Tensor) -> tf.Tensor:
+    return mpi_ops._allreduce(
+        fields, name="HorovodAllreduce.horovod_ft.changed", op=mpi_ops.Sum, ignore_name_scope=True
+    )
+
+
+class TensorFlowPending:
+    """Flags that are being summed over all workers, each in a field of its own."""
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+
+    def result(self) -> int:
+        self._flight.wait(math.inf)
+        counts = int(self._flight.result()[0])
+        return sum(1 << bit for bit in range(FLAGS) if counts >> bit * COUNT_BITS & (1 << COUNT_BITS) - 1)

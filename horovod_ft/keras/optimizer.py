@@ -1,0 +1,240 @@
+"""``DistributedOptimizer`` for Keras 3 on TensorFlow: gradients are reduced in ``apply``, before anything else is done.
+
+So clipping, weight decay, averages of weights and loss scales see reduced gradients, the same on all workers. The
+optimizer that is passed in is given a class of its own that puts a few methods in front of the user's class. It stays
+what it was for Keras, which serializes it as the plain optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from horovod_ft.errors import ConfigurationError
+from horovod_ft.keras import hooks
+from horovod_ft.keras.accumulation import Accumulation
+from horovod_ft.keras.names import names_of
+from horovod_ft.keras.reducer import GradientReducer
+
+OptimizerT = TypeVar("OptimizerT")
+Update = Callable[[list[Any]], None]
+
+
+class Reduction:
+    """What a distributed optimizer does with its gradients before it applies them.
+
+    Attributes:
+        reducer: over all workers.
+        accumulation: over backward passes, on this worker; None if each pass is an update.
+        done: the gradients that are being applied are reduced.
+    """
+
+    def __init__(self, reducer: GradientReducer, accumulation: Accumulation | None) -> None:
+        self.reducer = reducer
+        self.accumulation = accumulation
+        self.done = False
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """The variables that have gradients are known."""
+        if self.accumulation is not None:
+            self.accumulation.build(variables)
+
+    def apply(self, gradients: Sequence[Any], names: Sequence[str], places: Sequence[int], update: Update) -> None:
+        """Reduce the gradients and apply the update; with several passes, after the last one only.
+
+        Args:
+            names: of the gradients, unique and equal on all workers.
+            places: of their variables among all that the optimizer was built for.
+            update: gets the reduced gradients.
+        """
+
+        def reduce_and_update(whole: Sequence[Any]) -> None:
+            reduced = self.reducer.reduce(whole, names)
+            self.done = True
+            try:
+                # In a graph nothing else holds up what does not look at gradients, such as the count of iterations.
+                arrived = [gradient for gradient in reduced if gradient is not None]
+                with tf.control_dependencies(tf.nest.flatten(arrived, expand_composites=True)):
+                    update(reduced)
+            finally:
+                self.done = False
+
+        if self.accumulation is None:
+            reduce_and_update(gradients)
+        else:
+            self.accumulation.add(gradients, places, reduce_and_update)
+
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class Distributed(_Base):  # type: ignore[misc]  # its base is known when the user's optimizer is
+    """The methods in front of the user's optimizer class. Made by ``DistributedOptimizer``, never by itself."""
+
+    ft_reduction: Reduction
+
+    def build(self, variables: list[Any]) -> None:
+        super().build(variables)
+        self.ft_reduction.build(variables)
+
+    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+        """Reduce the gradients over all workers, then apply them as the user's optimizer does.
+
+        Raises:
+            HorovodInternalError: the group broke; no variable was touched. In eager mode only: inside a ``tf.function``
+                the call of that function raises TensorFlow's ``UnknownError``, see ``failures``.
+        """
+        gradients = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if self.ft_reduction.done or not gradients or (variables is None and not self.built):
+            super().apply(gradients, variables)  # which raises the error, if it is one
+            return
+        apply_through(self, gradients, variables, super().apply)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a distributed optimizer cannot be pickled or copied; use get_config() and its variables")
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def apply_through(
+    optimizer: Any, gradients: list[Any], variables: list[Any] | None, apply: Callable[..., None]
+) -> None:
+    """Apply gradients by a function that takes reduced ones, and variables, as ``optimizer.apply`` does.
+
+    Args:
+        optimizer: the distributed one, or one of Keras around it.
+    """
+    reduction: Reduction = distributed_in(optimizer).ft_reduction
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+        optimizer.built = True
+    everything = optimizer._trainable_variables
+    if variables is None:
+        variables = everything
+    optimizer._check_variables_are_known(variables)
+    places = [optimizer._get_variable_index(variable) for variable in variables]
+    if len(gradients) != len(variables):
+        raise ValueError(f"{len(gradients)} gradients for {len(variables)} variables")
+    names = names_of(everything)
+    named = [names[place] for place in places]
+    reduction.apply(gradients, named, places, lambda reduced: apply(reduced, variables))
+
+
+def distributed_in(optimizer: Any) -> Any:
+    """The distributed optimizer: the given one, or the one inside of it; None if there is none."""
+    while optimizer is not None and not isinstance(optimizer, Distributed):
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return optimizer
+
+
+@functools.cache
+def _distributed_class(base: type[Any]) -> type[Any]:
+    def from_config(_: type[Any], *args: Any, **options: Any) -> Any:
+        """The plain optimizer, as for any saved one."""
+        return base.from_config(*args, **options)
+
+    # Keras looks up what an object is by ``__class__`` when it serializes it, and finds the user's class.
+    names = {"__module__": base.__module__, "__doc__": base.__doc__, "__class__": property(lambda _: base)}
+    return type(base.__name__, (Distributed, base), {**names, "from_config": classmethod(from_config)})
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's name
+    optimizer: OptimizerT,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> OptimizerT:
+    """Make a Keras optimizer reduce its gradients over all workers before each update. Horovod's arguments, in order.
+
+    A saved model holds the plain optimizer; ``hvd.load_model`` makes it distributed again.
+
+    Args:
+        optimizer: any of Keras 3, built or not, a ``LossScaleOptimizer`` too. **The same object is returned**, with
+            another class.
+        name: comes before the names of the operations; default: ``gradient``.
+        device_dense, device_sparse: where dense and sparse gradients are reduced; empty: TensorFlow decides.
+        compression: ``hvd.Compression.none`` or ``fp16``, or a class with ``compress`` and ``decompress``.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        gradient_predivide_factor: divide by this before the sum and by ``size / factor`` after it; Average only.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        backward_passes_per_step: sum gradients locally over so many calls of ``apply``; the last one reduces and
+            applies them. ``iterations``, and with it schedules, count updates (Horovod counts calls).
+        average_aggregated_gradients: divide these sums by their number.
+        num_groups, groups: hints, of no effect: Horovod puts small gradients together by itself.
+        process_set: the global one; Horovod cannot form others anew after a failure.
+        scale_local_gradients: of no effect: there are no local variables.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or has no meaning in an elastic job; Keras does not run on TensorFlow.
+    """
+    _check_optimizer(optimizer)
+    _check(op, gradient_predivide_factor, backward_passes_per_step, process_set)
+    reducer = GradientReducer(
+        name or "gradient",
+        compression=compression,
+        op=op,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    several = backward_passes_per_step > 1
+    accumulation = Accumulation(backward_passes_per_step, average=average_aggregated_gradients) if several else None
+    same: Any = optimizer
+    hooks.install(distributed_in, apply_through)
+    same.__dict__["ft_reduction"] = Reduction(reducer, accumulation)  # not by setattr, with which Keras tracks it
+    its_class: Any = type(optimizer)
+    object.__setattr__(same, "__class__", _distributed_class(its_class))
+    if same.built:
+        same.ft_reduction.build(same._trainable_variables)
+    return optimizer
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ConfigurationError(
+            f"Keras runs on {keras.backend.backend()}; horovod_ft.keras needs TensorFlow: set KERAS_BACKEND=tensorflow "
+            "before keras is imported"
+        )
+    if isinstance(optimizer, type):
+        raise ConfigurationError(f"DistributedOptimizer needs an optimizer, not its class: {optimizer.__name__}(...)")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            f"DistributedOptimizer needs a keras.optimizers.Optimizer of Keras 3, not {type(optimizer).__name__}"
+        )
+    if distributed_in(optimizer) is not None:
+        raise ConfigurationError("this optimizer is distributed already: DistributedOptimizer was applied to it twice")
+
+
+def _check(op: Any, predivide: float, passes: int, process_set: Any) -> None:
+    if op not in (hvd.Average, hvd.Sum):
+        raise ConfigurationError("op must be hvd.Average or hvd.Sum")
+    if process_set is not None and process_set != hvd.global_process_set:
+        raise ConfigurationError(
+            "process_set: Horovod 0.28 cannot form process sets anew after a failure; leave the argument out"
+        )
+    if predivide != 1.0 and op != hvd.Average:
+        raise ConfigurationError("gradient_predivide_factor has a meaning with op=hvd.Average only")
+    if predivide <= 0:
+        raise ConfigurationError(f"gradient_predivide_factor is {predivide}; it must be positive")
+    if passes < 1:
+        raise ConfigurationError(f"backward_passes_per_step is {passes}; it must be at least 1")

@@ -1,0 +1,126 @@
+"""Reduction of gradients over all workers, in eager mode and in the graph of a step.
+
+It is out of place: the local gradients are as they were. No reduced gradient is passed on before all of them have
+arrived, so that a group that breaks leaves every variable untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from tensorflow.python.framework import ops as framework
+from tensorflow.python.ops import control_flow_util
+
+from horovod_ft.errors import ConfigurationError
+from horovod_ft.keras.failures import failures
+from horovod_ft.keras.operations import HorovodOperations, Operations
+
+#: A dense tensor, ``tf.IndexedSlices``, or None.
+Gradient = Any
+
+
+class GradientReducer:
+    """Averages or sums gradients, each under its name.
+
+    Args:
+        prefix: comes before each name.
+        compression: ``hvd.Compression.none`` or ``fp16``, or a class with ``compress`` and ``decompress``.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        predivide: divide by this before the sum and by ``size / predivide`` after it; Average only.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        device_dense, device_sparse: where the operations are placed; empty: TensorFlow decides.
+        operations: of the group.
+    """
+
+    def __init__(
+        self,
+        prefix: str = "gradient",
+        *,
+        compression: Any = hvd.Compression.none,
+        op: Any = hvd.Average,
+        predivide: float = 1.0,
+        sparse_as_dense: bool = False,
+        device_dense: str = "",
+        device_sparse: str = "",
+        operations: Operations | None = None,
+    ) -> None:
+        self._prefix = prefix
+        self._compression = compression
+        self._op = op
+        self._scales = 1.0 / predivide, predivide
+        self._sparse_as_dense = sparse_as_dense
+        self._device_dense = device_dense
+        self._device_sparse = device_sparse
+        self._operations = operations or HorovodOperations()
+        # Names of operations reach Horovod from a graph only, and a graph has its operations run side by side.
+        self._graph = tf.function(self._reduce, autograph=False, reduce_retracing=True)
+
+    def reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
+        """The reduced gradients, each dense or sparse as the local one is. Blocks in eager mode.
+
+        A gradient that is None stays None, and takes no part: it must be None on all workers, as it is where all run
+        the same model.
+
+        Args:
+            names: of the gradients, unique and equal on all workers.
+
+        Raises:
+            HorovodInternalError: in eager mode: the group broke.
+            ConfigurationError: the step is being compiled with XLA.
+        """
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if not places:
+            return list(gradients)
+        reduced: list[Gradient] = [None] * len(gradients)
+        for place, gradient in zip(places, self._present(gradients, names, places), strict=True):
+            reduced[place] = gradient
+        return reduced
+
+    def _present(
+        self, gradients: Sequence[Gradient], names: Sequence[str], places: Sequence[int]
+    ) -> Sequence[Gradient]:
+        present = [gradients[place] for place in places]
+        named = tuple(names[place] for place in places)
+        if tf.executing_eagerly():
+            with failures():
+                result: Sequence[Gradient] = self._graph(present, named)
+                return result
+        if control_flow_util.GraphOrParentsInXlaContext(framework.get_default_graph()):
+            raise ConfigurationError(
+                "the training step is being compiled with XLA, which cannot compile Horovod's operations: give "
+                "jit_compile=False to model.compile() or tf.function()"
+            )
+        return self._reduce(present, named)
+
+    def _reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
+        reduced = [self._one(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
+        with tf.control_dependencies(tf.nest.flatten(reduced, expand_composites=True)):
+            return tf.nest.map_structure(tf.identity, reduced, expand_composites=True)  # type: ignore[no-any-return]
+
+    def _one(self, gradient: Gradient, name: str) -> Gradient:
+        if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
+            return self._sparse(gradient, name)
+        return self._dense(tf.convert_to_tensor(gradient), name)
+
+    def _dense(self, gradient: tf.Tensor, name: str) -> tf.Tensor:
+        with tf.device(self._device_dense):
+            wire, context = self._compression.compress(gradient)
+            carried = tf.cast(wire, tf.float32) if wire.dtype == tf.bfloat16 else wire  # Horovod has no bfloat16
+            before, after = self._scales
+            reduced = self._operations.allreduce(carried, f"{self._prefix}.{name}", self._op, before, after)
+            return self._compression.decompress(tf.cast(reduced, wire.dtype), context)
+
+    def _sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        """The rows of all workers. A row that several have touched is there several times, and counts as their sum."""
+        with tf.device(self._device_sparse):
+            wire, context = self._compression.compress(gradient.values)
+            carried = tf.cast(wire, tf.float32) if wire.dtype == tf.bfloat16 else wire
+            gathered = self._operations.allgather(carried, f"{self._prefix}.{name}.values")
+            indices = self._operations.allgather(gradient.indices, f"{self._prefix}.{name}.indices")
+            values = self._compression.decompress(tf.cast(gathered, wire.dtype), context)
+            if self._op == hvd.Average:
+                values = values / tf.cast(self._operations.size(), values.dtype)
+            return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -1,0 +1,183 @@
+"""``model.fit`` on two workers under many configurations: ``python -m tests.jobs.keras_training FOLDER``.
+
+Each worker trains on its rows of each global batch, and leaves a digest of its final weights. One of the two also
+trains alone on whole batches, and leaves how far the weights are apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow.keras as stock
+import keras
+import numpy as np
+
+import horovod_ft.keras as hvd
+
+ROWS, GLOBAL, WORKERS, EPOCHS, WORDS = 64, 16, 2, 2, 11
+Array = np.ndarray[Any, Any]
+
+
+def dense() -> Any:
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(1)])
+
+
+def embedding() -> Any:
+    layers = [keras.layers.Embedding(WORDS, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+
+
+def half() -> Any:
+    """Like ``dense``, in float16 with float32 variables."""
+    layers = [keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers], name="half")
+    for layer in layers:
+        layer.dtype_policy = keras.DTypePolicy("mixed_float16")
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    return model
+
+
+def unused() -> Any:
+    """The weights of one layer have no gradient."""
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = keras.layers.Dense(1), keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            self.unused(x)
+            return self.used(x)
+
+    return Model()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration.
+
+    Attributes:
+        optimizer: for one process that computes whole batches.
+        options: for ``DistributedOptimizer``.
+        distributed: the optimizer of the workers, if it is another than ``optimizer`` with ``DistributedOptimizer``.
+        passes: batches for an update.
+    """
+
+    optimizer: Callable[[], Any]
+    model: Callable[[], Any] = dense
+    options: Any = None
+    distributed: Callable[[], Any] | None = None
+    passes: int = 1
+    compiled: Any = None
+
+    def wrapped(self) -> Any:
+        if self.distributed is not None:
+            return self.distributed()
+        return hvd.DistributedOptimizer(self.optimizer(), **(self.options or {}))
+
+
+def sgd(rate: float = 0.05, **more: Any) -> Any:
+    return keras.optimizers.SGD(rate, momentum=0.9, **more)
+
+
+def adam(**more: Any) -> Any:
+    return keras.optimizers.Adam(0.01, **more)
+
+
+def scaled(inner: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0)
+
+
+def everything() -> Any:
+    """AdamW with all that comes after the reduction."""
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    averaged = {"use_ema": True, "ema_overwrite_frequency": 3}
+    return keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=0.05, **averaged)
+
+
+def summed(rate: float, **more: Any) -> Any:
+    return hvd.DistributedOptimizer(sgd(rate, **more), op=hvd.Sum)
+
+
+TWO = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+CASES = {
+    "sgd": Case(sgd),
+    "eagerly": Case(sgd, compiled={"run_eagerly": True}),
+    "adamw": Case(everything),
+    "clipnorm": Case(lambda: sgd(clipnorm=0.05), options={"gradient_predivide_factor": 4.0}),
+    "sum": Case(lambda: sgd(0.02, clipvalue=0.01), distributed=lambda: summed(0.01, clipvalue=0.02)),
+    "steps_per_execution": Case(adam, compiled={"steps_per_execution": 4}),
+    "accumulation": Case(adam, options=TWO, passes=2, compiled={"steps_per_execution": 4}),
+    "no_gradient": Case(sgd, unused),
+    "embedding": Case(sgd, embedding),
+    "embedding_adam": Case(adam, embedding),
+    "embedding_accumulation": Case(sgd, embedding, options=TWO, passes=2),
+    "scaled_outside": Case(sgd, distributed=lambda: scaled(hvd.DistributedOptimizer(sgd()))),
+    "scaled_inside": Case(sgd, distributed=lambda: hvd.DistributedOptimizer(scaled(sgd()))),
+    "mixed_float16": Case(sgd, half),
+    "compression": Case(sgd, options={"compression": hvd.Compression.fp16}),
+    "stock": Case(sgd, distributed=lambda: stock.DistributedOptimizer(sgd())),
+}
+
+
+def data_of(case: Case, rank: int | None) -> tuple[Array, Array]:
+    """The rows in the order in which a worker trains on them, or one process with whole batches (None)."""
+    drawn = np.random.default_rng(7)
+    words = drawn.integers(0, WORDS, (ROWS, 3)).astype(np.int32)
+    numbers = drawn.normal(size=(ROWS, 5)).astype(np.float32)
+    x, y = words if case.model is embedding else numbers, drawn.normal(size=(ROWS, 1)).astype(np.float32)
+    if rank is None:
+        return x, y
+    order = np.arange(ROWS).reshape(-1, WORKERS, GLOBAL // WORKERS)[:, rank].reshape(-1)
+    return x[order], y[order]
+
+
+def trained(case: Case, optimizer: Any, data: tuple[Array, Array], batch: int) -> list[Array]:
+    keras.utils.set_random_seed(3)
+    model = case.model()
+    model.compile(optimizer=optimizer, loss="mse", **(case.compiled or {}))
+    model.fit(*data, batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0)
+    weights: list[Array] = model.get_weights()
+    return weights
+
+
+def digest(weights: list[Array]) -> str:
+    return hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
+
+
+def skipped_together() -> dict[str, Any]:
+    """One worker alone has a gradient that is not finite, on its first batch."""
+    data = data_of(CASES["sgd"], hvd.rank())
+    if hvd.rank() == 1:
+        data[0][0, 0] = np.inf
+    optimizer = scaled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)))
+    weights = trained(CASES["sgd"], optimizer, data, GLOBAL // WORKERS)
+    scale, steps = float(optimizer.dynamic_scale), int(optimizer.iterations)
+    return {"digest": digest(weights), "scale": scale, "steps": steps}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", message="Gradients do not exist")
+    hvd.init()
+    rank = hvd.rank()
+    left: dict[str, Any] = {"skipped": skipped_together()}
+    for index, (name, case) in enumerate(CASES.items()):
+        weights = trained(case, case.wrapped(), data_of(case, rank), GLOBAL // WORKERS // case.passes)
+        left[name] = {"digest": digest(weights)}
+        if index % WORKERS == rank and name != "stock":
+            alone = trained(case, case.optimizer(), data_of(case, None), GLOBAL)
+            apart = [float(np.abs(one - other).max()) for one, other in zip(weights, alone, strict=True)]
+            left[name]["apart"] = max(apart)
+    (Path(sys.argv[1]) / f"keras-{rank}.json").write_text(json.dumps(left))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -43,15 +43,20 @@ class HorovodOperations:
                 postscale_factor=postscale,
                 ignore_name_scope=True,
             )
-        if tensor.shape.rank == 0:
-            return tf.reshape(reduced, [])
-        return tf.ensure_shape(reduced, tensor.shape)
+        return self._shaped_as(tensor, reduced)
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         shaped = self._at_run_time(tensor)
         with tf.name_scope(ROOT):
             gathered = mpi_ops.allgather(shaped, name=f"HorovodAllgather.{name}", ignore_name_scope=True)
         return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
+
+    def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
+        """The tensor of worker ``root``."""
+        shaped = self._at_run_time(tensor)
+        with tf.name_scope(ROOT):
+            received = mpi_ops.broadcast(shaped, root, name=f"HorovodBroadcast.{name}", ignore_name_scope=True)
+        return self._shaped_as(tensor, received)
 
     def size(self) -> tf.Tensor:
         return mpi_ops.size_op(process_set_id=0)
@@ -62,3 +67,6 @@ class HorovodOperations:
             tensor = tf.reshape(tensor, [1])
         rank = tensor.shape.rank
         return tf.slice(tensor, tf.fill([rank], tf.minimum(self.size(), 0)), [-1] * rank)
+
+    def _shaped_as(self, tensor: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(result, []) if tensor.shape.rank == 0 else tf.ensure_shape(result, tensor.shape)

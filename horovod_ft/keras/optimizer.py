@@ -18,6 +18,7 @@ import tensorflow as tf
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras import hooks
 from horovod_ft.keras.accumulation import Accumulation
+from horovod_ft.keras.arguments import check_reduction
 from horovod_ft.keras.names import names_of
 from horovod_ft.keras.reducer import GradientReducer
 
@@ -187,7 +188,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         ConfigurationError: an argument is wrong, or has no meaning in an elastic job; Keras does not run on TensorFlow.
     """
     _check_optimizer(optimizer)
-    _check(op, gradient_predivide_factor, backward_passes_per_step, process_set)
+    check_reduction(op, gradient_predivide_factor, process_set)
+    if backward_passes_per_step < 1:
+        raise ConfigurationError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1")
     reducer = GradientReducer(
         name or "gradient",
         compression=compression,
@@ -223,18 +226,3 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if distributed_in(optimizer) is not None:
         raise ConfigurationError("this optimizer is distributed already: DistributedOptimizer was applied to it twice")
-
-
-def _check(op: Any, predivide: float, passes: int, process_set: Any) -> None:
-    if op not in (hvd.Average, hvd.Sum):
-        raise ConfigurationError("op must be hvd.Average or hvd.Sum")
-    if process_set is not None and process_set != hvd.global_process_set:
-        raise ConfigurationError(
-            "process_set: Horovod 0.28 cannot form process sets anew after a failure; leave the argument out"
-        )
-    if predivide != 1.0 and op != hvd.Average:
-        raise ConfigurationError("gradient_predivide_factor has a meaning with op=hvd.Average only")
-    if predivide <= 0:
-        raise ConfigurationError(f"gradient_predivide_factor is {predivide}; it must be positive")
-    if passes < 1:
-        raise ConfigurationError(f"backward_passes_per_step is {passes}; it must be at least 1")

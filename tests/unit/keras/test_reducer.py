@@ -169,13 +169,12 @@ def test_horovods_operations_keep_the_shape(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_horovods_operations_are_not_computed_while_the_graph_is_optimized(shape: tuple[int, ...]) -> None:
-    @tf.function
     def run() -> Any:
         return HorovodOperations().allreduce(tf.ones(shape) * 0.0, "x", hvd.Average, 1.0, 1.0) + 1.0
 
     context.enable_run_metadata()
     try:
-        run()
+        tf.function(run)()
         graphs = context.export_run_metadata().partition_graphs
     finally:
         context.disable_run_metadata()
@@ -183,13 +182,12 @@ def test_horovods_operations_are_not_computed_while_the_graph_is_optimized(shape
 
 
 def test_equal_names_in_one_graph_are_told_apart() -> None:
-    @tf.function
     def run() -> Any:
         with tf.name_scope("one"):
             first = HorovodOperations().allreduce(tf.constant(1.0), "x", hvd.Sum, 1.0, 1.0)
         with tf.name_scope("two"):
             return first + HorovodOperations().allreduce(tf.constant(1.0), "x", hvd.Sum, 1.0, 1.0)
 
-    nodes = run.get_concrete_function().graph.as_graph_def().node
+    nodes = tf.function(run).get_concrete_function().graph.as_graph_def().node
     names = sorted(node.name for node in nodes if node.op == "HorovodAllreduce")
     assert names == ["HorovodAllreduce.x", "HorovodAllreduce.x_1"]

@@ -18,8 +18,10 @@ from typing import Any
 import horovod.tensorflow.keras as stock
 import keras
 import numpy as np
+import tensorflow as tf
 
 import horovod_ft.keras as hvd
+from horovod_ft.keras.runtime import current
 
 ROWS, GLOBAL, WORKERS, EPOCHS, WORDS = 64, 16, 2, 2, 11
 Array = np.ndarray[Any, Any]
@@ -163,11 +165,53 @@ def skipped_together() -> dict[str, Any]:
     return {"digest": digest(weights), "scale": scale, "steps": steps}
 
 
+def with_callbacks() -> dict[str, Any]:
+    """Workers begin with weights of their own, and see losses of their own."""
+    keras.utils.set_random_seed(hvd.rank())
+    model = dense()
+    model.compile(optimizer=hvd.DistributedOptimizer(sgd()), loss="mse")
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(1),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1),
+    ]
+    data = data_of(CASES["sgd"], hvd.rank())
+    told = model.fit(*data, batch_size=8, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+    return {"digest": digest(model.get_weights()), "history": told.history}
+
+
+def by_hand() -> dict[str, Any]:
+    """A training loop of one's own, with a tape."""
+    keras.utils.set_random_seed(3)
+    (x, y), model, optimizer = data_of(CASES["sgd"], hvd.rank()), dense(), keras.optimizers.SGD(0.05)
+    step = 8
+    for begin in range(0, len(x), step):
+        tape = hvd.DistributedGradientTape(tf.GradientTape())
+        with tape:
+            loss = tf.reduce_mean((model(x[begin : begin + step]) - y[begin : begin + step]) ** 2)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+    return {"digest": digest(model.get_weights())}
+
+
+def objects() -> dict[str, Any]:
+    """The runtime's collectives."""
+    binding, rank = current().binding, hvd.rank()
+    asked = [binding.any_async(flags).result() for flags in (0, 1 << rank, 8 * rank)]
+    data = np.full(5, rank, dtype=np.uint8)
+    binding.broadcast_bytes(data, 1, "bytes")
+    gathered = binding.allgather_object({"rank": rank, "text": "x" * (1 + 100 * rank)}, "values")
+    received = binding.broadcast_object(["from", rank], 0, "value")
+    return {"asked": asked, "data": data.tolist(), "ranks": [one["rank"] for one in gathered], "received": received}
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", message="Gradients do not exist")
     hvd.init()
     rank = hvd.rank()
-    left: dict[str, Any] = {"skipped": skipped_together()}
+    left: dict[str, Any] = {"objects": objects(), "skipped": skipped_together()}
+    left |= {"callbacks": with_callbacks(), "by_hand": by_hand()}
     for index, (name, case) in enumerate(CASES.items()):
         weights = trained(case, case.wrapped(), data_of(case, rank), GLOBAL // WORKERS // case.passes)
         left[name] = {"digest": digest(weights)}

@@ -54,6 +54,20 @@ def test_workers_leave_out_an_update_together(left: list[Left]) -> None:
     assert left[0]["skipped"]["steps"] == 6
 
 
+def test_callbacks_make_workers_equal_that_begin_apart(left: list[Left]) -> None:
+    assert left[0]["callbacks"] == left[1]["callbacks"]
+    assert left[0]["callbacks"]["history"]["lr"] == pytest.approx([0.05, 0.05])
+
+
+def test_a_training_loop_with_a_tape_ends_with_equal_weights(left: list[Left]) -> None:
+    assert left[0]["by_hand"] == left[1]["by_hand"]
+
+
+def test_the_collectives_of_the_runtime(left: list[Left]) -> None:
+    expected = {"asked": [0, 0b11, 8], "data": [1] * 5, "ranks": [0, 1], "received": ["from", 0]}
+    assert [worker["objects"] for worker in left] == [expected, expected]
+
+
 def test_stock_horovod_does_not_average_on_keras_3(left: list[Left]) -> None:
     """Why there is a ``DistributedOptimizer`` of ours. It is out of date if this fails."""
     assert left[0]["stock"]["digest"] != left[1]["stock"]["digest"]

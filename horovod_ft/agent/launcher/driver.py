@@ -9,7 +9,9 @@ the driver was waiting for ``--min-np`` slots got no worker, and the job hung: `
 * It comes back when its cooldown is over (``--blacklist-cooldown-range``; without it never) and discovery still lists
   it. Then all its workers are started again, once the old ones have ended, and they get the last ranks.
 * A worker that ends while the driver waits for slots fails its host in that moment, not in the group to come.
-* No group is formed of hosts that have come back alone: nobody there would have the state of the training.
+* No group is formed of hosts that have come back alone: nobody there would have the state of the training. A job that
+  nobody is left of ends at once, and has failed with what ended its workers: Horovod waits for more hosts, and takes a
+  job without results for one that has succeeded.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Worker:
         host_failed: set when its host fails, for the processes that run there.
         ended: set when its process has ended.
         status: with which it has.
+        moment: when it has; wall seconds since the epoch.
         reported: its end counts in the group that it was in.
     """
 
@@ -47,11 +50,16 @@ class Worker:
     host_failed: threading.Event
     ended: threading.Event = field(default_factory=threading.Event)
     status: int | None = None
+    moment: float = 0.0
     reported: bool = False
+
+    def failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        return self.ended.is_set() and self.status != 0
 
     def lost(self) -> bool:
         """Whether it has failed, and nobody has taken that into account."""
-        return self.ended.is_set() and self.status != 0 and not self.reported and not self.host_failed.is_set()
+        return self.failed() and not self.reported and not self.host_failed.is_set()
 
 
 class Driver(ElasticDriver):  # type: ignore[misc]
@@ -60,6 +68,7 @@ class Driver(ElasticDriver):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._workers: dict[Slot, Worker] = {}
         self._deciding = threading.Lock()
+        self._waiting = False
         super().__init__(*args, **kwargs)
 
     def listeners(self) -> list[Any]:
@@ -74,10 +83,10 @@ class Driver(ElasticDriver):  # type: ignore[misc]
         def create(slot_info: Any, events: Any) -> tuple[int, float]:
             worker = self._workers[_slot(slot_info)]
             try:
-                worker.status, moment = create_worker_fn(slot_info, events)
+                worker.status, worker.moment = create_worker_fn(slot_info, events)
             finally:
-                worker.ended.set()
-            return worker.status, moment
+                self._ended(worker)
+            return worker.status, worker.moment
 
         super().start(num_proc, create)
 
@@ -97,11 +106,46 @@ class Driver(ElasticDriver):  # type: ignore[misc]
             worker.reported = True
         super()._handle_worker_exit(slot_info, exit_code, timestamp)
 
+    def _ended(self, worker: Worker) -> None:
+        with self._deciding:
+            worker.ended.set()
+            in_vain = self._waiting and self._nobody_left()
+        if in_vain:
+            self._shutdown.set()
+            with self._wait_hosts_cond:
+                self._wait_hosts_cond.notify_all()
+
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> Any:
-        current_hosts = super().wait_for_available_slots(min_num_proc, min_hosts)
-        while self._fail_hosts_of_lost():
-            current_hosts = super().wait_for_available_slots(min_num_proc, min_hosts)
-        return current_hosts
+        """See ``ElasticDriver``.
+
+        Raises:
+            RuntimeError: also when nobody is left of the last group.
+        """
+        while True:
+            with self._deciding:
+                self._end_if_nobody_left()
+                self._waiting = True
+            try:
+                current_hosts = super().wait_for_available_slots(min_num_proc, min_hosts)
+            finally:
+                with self._deciding:
+                    self._waiting = False
+                    self._end_if_nobody_left()
+            if not self._fail_hosts_of_lost():
+                return current_hosts
+
+    def _nobody_left(self) -> bool:
+        """Whether there was a group, and each worker of it has failed or is being ended with its host."""
+        present = self._present()
+        return bool(present) and all(worker.failed() or worker.host_failed.is_set() for worker in present)
+
+    def _end_if_nobody_left(self) -> None:
+        if not self._nobody_left():
+            return
+        for worker in self._present():
+            if worker.failed():
+                self._results.add_result("{}[{}]".format(*_slot(worker.slot)), (worker.status, worker.moment))
+        raise RuntimeError(NO_SURVIVOR)
 
     def _fail_hosts_of_lost(self) -> bool:
         """Whether there were any."""

@@ -243,6 +243,15 @@ def waiting(one: Job) -> list[Future[None]]:
     return reports
 
 
+def waiting_alone(one: Job) -> list[Future[None]]:
+    """Host a has failed and is away; worker b0 waits for its new rank."""
+    del one.hosts["a"]
+    one.end("a0", LOST)
+    reports = one.ready("b0")
+    one.wait_until_failed("a")
+    return reports
+
+
 def lose(one: Job, slot: str, status: int = LOST) -> None:
     one.end(slot, status)
     assert one.driver._workers[slot[0], int(slot[1])].ended.wait(BOUND_S)
@@ -271,15 +280,43 @@ def test_who_has_the_state_of_the_training_gets_rank_0(job: Made) -> None:
 
 def test_a_job_without_anybody_who_has_it_ends(job: Made) -> None:
     one = job(min_np=2, a=1, b=1)
-    del one.hosts["a"]
-    one.end("a0", LOST)
-    reports = one.ready("b0")
-    one.wait_until_failed("a")
+    reports = waiting_alone(one)
     lose(one, "b0")
     one.hosts["a"] = 1
     done(reports)
     assert one.driver.finished()
     assert one.slots() == ["a0", "b0"]
+
+
+def test_a_job_whose_last_worker_fails_ends_at_once(job: Made) -> None:
+    """No host ever comes: nobody would have the state of the training there."""
+    one = job()
+    reports = waiting(one)
+    lose(one, "c0")
+    lose(one, "b0")
+    done(reports)
+    assert one.driver.finished()
+    assert one.slots() == ["a0", "b0", "c0"]
+
+
+def test_a_job_that_nobody_is_left_of_has_failed_with_what_ended_its_workers(job: Made) -> None:
+    """Horovod takes a job without any result for one that has succeeded."""
+    one = job()
+    reports = waiting(one)
+    lose(one, "c0")
+    lose(one, "b0", 134)
+    done(reports)
+    results = one.driver.get_results().worker_results
+    assert {name: status for name, (status, _) in results.items()} == {"a[0]": LOST, "b[0]": 134, "c[0]": LOST}
+
+
+def test_so_has_one_whose_hosts_have_all_come_back(job: Made) -> None:
+    one = job(min_np=2, a=1, b=1)
+    reports = waiting_alone(one)
+    one.end("b0", LOST)
+    one.hosts["a"] = 1
+    done(reports)
+    assert {status for status, _ in one.driver.get_results().worker_results.values()} == {LOST}
 
 
 def test_a_worker_that_succeeds_ends_the_job(job: Made) -> None:

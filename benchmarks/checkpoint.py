@@ -11,6 +11,8 @@ not trained: so 2 GB of state need no 2 GB of gradients, and a step is the same 
 step number but when the benchmark asks for one: else one of ours could fall into another side's.
 
 - *blocked*: how long the call holds up training, on the slowest worker. Ours: ``held_up_s`` of the event ``saving``.
+- *plain copy*: seconds of the slowest worker for a copy in memory, by all at once, of as many bytes as each of them
+  writes of ours. A save that copies before training goes on cannot hold it up for less.
 - *MB each*: bytes that a worker writes, of the worker that writes most.
 - *save*: from its begin to its end, when others can restore it and older ones of ours are gone.
 - *speed*: steps a second while a save is under way, as part of those without: median duration of the plain steps of the
@@ -100,12 +102,14 @@ class Round:
         steps: begin and end of all steps, in order.
         saves: side -> that of each worker that wrote something.
         restores: side -> seconds on each worker.
+        copies: seconds of a plain copy on each worker.
     """
 
     plain: list[float]
     steps: list[tuple[float, float]]
     saves: dict[str, list[Line]]
     restores: dict[str, list[float]]
+    copies: list[float]
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Round:
@@ -120,13 +124,17 @@ class Round:
             for side in SIDES
         }
         begun = [any(line["rank"] == 0 for line in its) for its in saves.values()]
-        if not all([*begun, *restores.values()]):
+        copies = [line["seconds"] for line in lines if line["what"] == "copy"]
+        if not all([*begun, *restores.values(), copies]):
             raise BenchmarkError("a job ended in order, but the record of a save or restore is not there")
         return cls([line["ended"] - line["began"] for line in steps if line["side"] == "plain"],
-                   sorted((line["began"], line["ended"]) for line in steps), saves, restores)  # fmt: skip
+                   sorted((line["began"], line["ended"]) for line in steps), saves, restores, copies)  # fmt: skip
 
     def blocked_s(self, side: str) -> float:
         return float(max(line["blocked_s"] for line in self.saves[side]))
+
+    def copy_s(self) -> float:
+        return max(self.copies)
 
     def written(self, side: str) -> int:
         return int(max(line["nbytes"] for line in self.saves[side]))
@@ -189,6 +197,7 @@ def case(size_mb: int, workers: int, rounds: Sequence[Round]) -> dict[str, Any]:
         "size_mb": size_mb,
         "workers": workers,
         "plain_step_s": spread(plain),
+        "plain_copy_s": spread([one.copy_s() for one in others]),
         "sides": {side: its_side(side, first, others) for side in SIDES},
         "ratios": ratios(others),
     }
@@ -257,7 +266,8 @@ def show(result: Mapping[str, Any]) -> None:
     console.print(table)
     for one in result["cases"]:
         known = ", ".join(f"{name} {value:.2f}" for name, value in one["ratios"].items() if value is not None)
-        console.print(f"{one['case']}, steps of {1000 * one['plain_step_s']['median']:.0f} ms: {known}")
+        step_s, copy_s = one["plain_step_s"]["median"], one["plain_copy_s"]["median"]
+        console.print(f"{one['case']}, steps of {1000 * step_s:.0f} ms, plain copy {copy_s:.4f} s: {known}")
     for (goal, met), least in zip(result["goals"].items(), result["least"].values(), strict=True):
         console.print(f"{told(goal, met)} (least: {least['ratio']:.2f} with {least['case']})")
 

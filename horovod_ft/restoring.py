@@ -1,12 +1,15 @@
 """Bring a group to the newest checkpoint in a store that can be used. Collectives, no framework.
 
-All workers read: each its part of the shards, straight into the memory of its tensors, and sends that to the others. So
-whatever was in that memory is gone from the first byte on, and what was read counts only once all checksums are right.
+All workers read: each its part of the shards, straight into the memory of its tensors, and sends that to the others.
+Where all are on one host each reads everything instead: the disk is read once for all of them, and the page cache is
+faster than sockets. Whatever was in that memory is gone from the first byte on, and what was read counts only once all
+checksums are right.
 """
 
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +37,11 @@ log = logging.getLogger("horovod_ft")
 
 #: What is no checkpoint at all: attempts that were cut off, and what others have put there.
 NONE_OF_OURS = (Status.HALF_WRITTEN, Status.FOREIGN)
+
+
+def here() -> str:
+    """Name of this host."""
+    return platform.node()
 
 
 @dataclass(frozen=True)
@@ -116,23 +124,27 @@ class Restoring:
         self._committer.torn = True
         tensors = _opened(durable, values, manifest)
         check_fits(manifest.tensors, [tensor.spec for tensor in tensors])
-        local, error = _attempt(self._read_mine, store, manifest, tensors)
+        apart = len(set(comm.allgather_object(here(), "hosts"))) > 1
+        mine = store.plan_read(manifest, group.rank, group.size) if apart else list(range(manifest.size))
+        local, error = _attempt(self._read_shards, store, manifest, mine, tensors)
         problem = _why(comm.allgather_object(error, "restored"))
         if problem:
             return None, problem
-        self._exchange(store, manifest, tensors)
+        if apart:
+            self._exchange(store, manifest, tensors)
         durable.restored(values, local)
         if group.rank >= manifest.size:  # there was no such worker: it has the first one's state, and draws of its own
             self._trainee.joined(generation, group.rank)
         self._committer.went_back(manifest.step)
         return values, ""
 
-    def _read_mine(self, store: CheckpointStore, manifest: Manifest, tensors: Sequence[Tensor]) -> Any:
-        """Read this worker's part of the shards into the tensors. Returns the values of the worker that it follows."""
+    def _read_shards(
+        self, store: CheckpointStore, manifest: Manifest, shards: Sequence[int], tensors: Sequence[Tensor]
+    ) -> Any:
+        """Read shards into the tensors. Returns the values of the worker that this one follows."""
         group = self._membership.group
-        mine = store.plan_read(manifest, group.rank, group.size)
-        for number, index in enumerate(mine):
-            if number == len(mine) // 2:
+        for number, index in enumerate(shards):
+            if number == len(shards) // 2:
                 self._injector.at("restore", manifest.step)
             store.read_shard(manifest, index, tensors)
         return store.read_worker(manifest, group.rank if group.rank < manifest.size else 0)

@@ -8,6 +8,7 @@ measured goes into FOLDER, a file of JSON lines a worker:
 - ``save``: ``began``, ``ended``, ``blocked_s`` (how long the call holds up this worker's training) and ``nbytes``
   (written by this worker) of a side's save.
 - ``restore``: ``seconds`` that a side takes to restore.
+- ``copy``: ``seconds`` of a plain copy, on all workers at once, of as many bytes as each writes of ours.
 
 All have the ``round`` (0 to warm up) and the ``rank``. The script says what is compared, and how.
 """
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import horovod_ft.torch as hvd
@@ -37,13 +39,15 @@ from benchmarks.workers.checkpoint_sides import (
     Trained,
 )
 from benchmarks.workers.models import SHAPES, Training
-from benchmarks.workers.pairs import Work, slowest
+from benchmarks.workers.pairs import Work, barrier, slowest
 from horovod_ft.torch.runtime import current
 
 #: A forward and backward pass of some tens of milliseconds.
 SHAPE = SHAPES["1.3M"]
 #: Steps before each save in which nothing else is done.
 PLAIN_STEPS = 12
+#: More than the processor's caches hold.
+COPIED = 50_000_000
 
 
 class Turns:
@@ -53,6 +57,7 @@ class Turns:
         sides: by name; the first begins in round 0. Ours has to be: a job saves after its first step in any case.
         step: one training step.
         over: whether all workers say so.
+        copy: copies as many bytes as this worker writes of ours; gives the seconds.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Turns:
         lines: Lines,
         rank: int,
         over: Callable[[bool], bool],
+        copy: Callable[[], float],
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sides = sides
@@ -71,6 +77,7 @@ class Turns:
         self._lines = lines
         self._rank = rank
         self._over = over
+        self._copy = copy
         self._mono = mono
         self._ahead: deque[Work] = deque()
 
@@ -79,7 +86,7 @@ class Turns:
         for number in range(rounds + 1):
             first = number % len(self._sides)
             names = [*self._sides][first:] + [*self._sides][:first]
-            self._ahead.append(partial(setattr, self._lines, "round", number))
+            self._ahead += [partial(setattr, self._lines, "round", number), self._copied]
             for name in names:
                 if number > 0:
                     self._ahead.append(self._plain)
@@ -92,6 +99,9 @@ class Turns:
         """Do what is left. What is left by an exception is not done again."""
         while self._ahead:
             self._ahead.popleft()()
+
+    def _copied(self) -> None:
+        self._lines.write("copy", "plain", seconds=self._copy())
 
     def _plain(self) -> None:
         for _ in range(PLAIN_STEPS):
@@ -116,6 +126,21 @@ def all_say(yes: bool) -> bool:
     return slowest(float(not yes)) == 0.0
 
 
+def plain_copy(nbytes: int) -> Callable[[], float]:
+    """Copies so many bytes, a piece after the other, on all workers at once, and gives the seconds that took."""
+    source, target = (torch.ones(COPIED, dtype=torch.uint8) for _ in range(2))
+
+    def copy() -> float:
+        barrier()
+        began = time.monotonic()
+        for start in range(0, nbytes, COPIED):
+            piece = slice(0, min(COPIED, nbytes - start))
+            target[piece].copy_(source[piece])
+        return time.monotonic() - began
+
+    return copy
+
+
 def main(folder: str, files: str, nbytes: str, rounds: str) -> None:
     hvd.init()
     rank = hvd.rank()
@@ -137,7 +162,8 @@ def main(folder: str, files: str, nbytes: str, rounds: str) -> None:
         with state.step():
             training.step()
 
-    turns = Turns(sides, trained.ballast, step, lines, rank, all_say)
+    copy = plain_copy(int(nbytes) // hvd.size())
+    turns = Turns(sides, trained.ballast, step, lines, rank, all_say, copy)
     turns.plan(int(rounds))
     place = hvd.elastic.Checkpoints(Path(files) / "ours", keep_last=1)
 

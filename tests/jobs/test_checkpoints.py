@@ -318,12 +318,12 @@ def test_a_job_that_is_about_to_be_ended_saves_and_leaves(tmp_path: Path) -> Non
         job.wait_for("a checkpoint", lambda job: any(event.kind == "saved" for event in job.events()))
         job.stop(signal.SIGTERM)
 
-    ended = run_saving(tmp_path / "first", during=preempt, epochs=400, every=1000)
+    ended = run_saving(tmp_path / "first", during=preempt, epochs=150, every=1000)
     assert ended.finished.returncode == 128 + signal.SIGTERM, ended.finished.output
     assert ended.finished.leftovers == 0
     left_at = {event.step for event in ended.kinds("preempted")}
     assert left_at == {valid(tmp_path / "first")[0]}
-    outcome = run_saving(tmp_path / "second", epochs=400, every=1000, launcher=LAUNCHER,
+    outcome = run_saving(tmp_path / "second", epochs=150, every=1000, launcher=LAUNCHER,
                          checkpoint=str(store_of(tmp_path / "first")))  # fmt: skip
     assert set(restored_from(outcome)) == left_at
     check_like_reference(outcome)

@@ -4,6 +4,7 @@ left, and never in the way of anything.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_ft import saving
+from horovod_ft import restoring, saving
 from horovod_ft.checkpoint import CheckpointStore
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.checkpoint.saver import Captured
@@ -245,6 +246,18 @@ def test_one_place_says_how_often(tmp_path: Path) -> None:
     assert "leave one of them out" in str(ended.errors[0])
 
 
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker, a thread here, is on a host of its own."""
+    monkeypatch.setattr(restoring, "here", lambda: str(threading.get_ident()))
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are on one host."""
+    monkeypatch.setattr(restoring, "here", lambda: "host")
+
+
 # --- a job that begins ---------------------------------------------------------------------------------------------
 
 
@@ -255,6 +268,26 @@ def test_a_job_goes_on_from_the_newest_checkpoint_with_any_number_of_workers(tmp
     ended = run_toys(size, job=job, prepare=into(tmp_path / "run"), attempt=1)
     check_like_no_failure(ended, job)
     assert told(ended, "restored", "to") == {4}
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_so_it_does_where_all_are_on_one_host_and_nothing_is_sent(tmp_path: Path, size: int) -> None:
+    job = Job(ledger=tmp_path / "ledger")
+    run_first(tmp_path / "run", job)
+    nothing = [Breakage(index, "transfer.0", 1, (), dies=True) for index in range(size)]
+    ended = run_toys(size, nothing, job=job, prepare=into(tmp_path / "run"), attempt=1, must_break=False)
+    check_like_no_failure(ended, job)
+    assert told(ended, "restored", "to") == {4}
+
+
+@pytest.mark.usefixtures("together")
+def test_what_is_damaged_is_passed_over_on_one_host(tmp_path: Path) -> None:
+    run_first(tmp_path)
+    spoil(tmp_path, 0)
+    ended = run_toys(3, prepare=into(tmp_path), attempt=1)
+    check_like_no_failure(ended)
+    assert told(ended, "restored", "to") == {2}
 
 
 def test_each_worker_gets_its_own_values_back_and_a_new_one_random_streams_of_its_own(tmp_path: Path) -> None:
@@ -338,7 +371,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(tmp_path: Path
     assert "'weights': shape (1, 3) in the checkpoint, (2, 3) here" in str(ended.errors[0])
 
 
-NAMES = ["standing", "checkpoint", "values", "restored", "transfer.0"]
+NAMES = ["standing", "checkpoint", "values", "hosts", "restored", "transfer.0"]
 
 
 @pytest.mark.parametrize("reaches", [(), (0,), (2,), (0, 2)], ids=str)
@@ -493,7 +526,7 @@ DEATHS = st.lists(
     st.tuples(
         st.integers(0, 3),
         st.sampled_from(["gradient.0", "changed", "standing", "decision of the recovery policy", "checkpoint", "values",
-                         "restored", "transfer.0", "finish", "written", "durable", "newest"]),
+                         "hosts", "restored", "transfer.0", "finish", "written", "durable", "newest"]),
         st.integers(1, 8),
         st.booleans(),
     ),

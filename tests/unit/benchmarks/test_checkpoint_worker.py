@@ -96,7 +96,7 @@ class World:
         self.sides = {name: FakeSide(name, self.did, ballast) for name in ("a", "b", "c")}
         moments = itertools.count()
         self.turns = Turns(
-            self.sides, ballast, lambda: self.did.append("step"), Lines(folder, rank), rank, over,
+            self.sides, ballast, lambda: self.did.append("step"), Lines(folder, rank), rank, over, lambda: 0.25,
             lambda: float(next(moments)),
         )  # fmt: skip
 
@@ -143,7 +143,12 @@ def test_plain_steps_go_before_each_save_that_counts(tmp_path: Path) -> None:
 
 def test_worker_0_puts_steps_on_record(tmp_path: Path) -> None:
     World(tmp_path, rank=1).run(0)
-    assert (tmp_path / "lines-1.jsonl").read_text() == ""
+    assert read(tmp_path, "step", rank=1) == []
+
+
+def test_each_worker_copies_once_in_a_round(tmp_path: Path) -> None:
+    World(tmp_path, rank=1).run(1)
+    assert [line["seconds"] for line in read(tmp_path, "copy", rank=1)] == [0.25, 0.25]
 
 
 def test_what_leaves_the_training_function_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

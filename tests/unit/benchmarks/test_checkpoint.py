@@ -283,7 +283,8 @@ def test_nothing_fits(script: Script, tmp_path: Path) -> None:
 
 def test_the_table_has_all_cases_and_goals(script: Script) -> None:
     script("--sizes", "200", "--workers", "1", "4")
-    assert "200 MB, 1 worker, steps of 100 ms, plain copy 0.0600 s: blocked: torch.save / ours 20.00" in "\n".join(script.said)
+    expected = "200 MB, 1 worker, steps of 100 ms, plain copy 0.0600 s: blocked: torch.save / ours 20.00"
+    assert expected in "\n".join(script.said)
     assert sum("goal: " in text for text in script.said) == 5
 
 

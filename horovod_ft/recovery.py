@@ -91,6 +91,34 @@ class Engine:
             ConfigurationError: the policy needs checkpoints, and there is no place for them.
             SystemExit: the job is about to be ended from outside; see ``Saving.committed``.
         """
+        self.start(policy, checkpoints)
+        try:
+            while True:
+                self.enter()
+                try:
+                    result = function()
+                except self.membership.failure_types as error:
+                    self._regrouping.recover(error, Resume.REENTER, "outside")
+                    continue
+                except HostsChanged:
+                    self._regrouping.resize(Resume.REENTER)
+                    continue
+                except Restarted:
+                    continue
+                if self.finished():
+                    return result
+        finally:
+            self.stop()
+
+    # What ``run`` is made of, for an adapter whose training function is not its own to call.
+
+    def start(self, policy: RecoveryPolicy, checkpoints: Checkpoints | None = None) -> None:
+        """Bring the group to one state, from which training goes on. Blocks. ``stop`` has to follow.
+
+        Raises:
+            UsageError: it has been started already.
+            All that ``run`` raises: it is stopped again.
+        """
         if self._steps.running:
             raise UsageError("this state is already inside elastic.run")
         self._saving.start(checkpoints, checkpoint_restart_in(policy))
@@ -102,39 +130,42 @@ class Engine:
         try:
             self._open.keep_for_next_run(self.membership.group)
             self._regrouping.start(policy)
-            self._bus.emit("started")
-            while True:
-                self._trainee.reentering()
-                self._open.begin_by_hand()
-                try:
-                    result = function()
-                except self.membership.failure_types as error:
-                    self._regrouping.recover(error, Resume.REENTER, "outside")
-                    continue
-                except HostsChanged:
-                    self._regrouping.resize(Resume.REENTER)
-                    continue
-                except Restarted:
-                    continue
-                if self._all_finished():
-                    self._bus.emit("finished")
-                    self._report_unfired()
-                    return result
-        finally:
-            self._steps.running = False
-            self._saving.close()
+        except BaseException:
+            self.stop()
+            raise
+        self._bus.emit("started")
 
-    def _all_finished(self) -> bool:
-        """Wait until every worker's training function has returned; False if it has to run once more."""
+    def enter(self) -> None:
+        """The training function is about to run, from its top."""
+        self._trainee.reentering()
+        self._open.begin_by_hand()
+
+    def finished(self) -> bool:
+        """Wait until every worker's training function has returned. Blocks.
+
+        Returns:
+            False if it has to run once more, as far as that is not done already.
+
+        Raises:
+            RecoveryError: as in ``run``.
+        """
         while True:
             try:
                 self._changes.heard()  # nobody joins any more
                 self.membership.comm.allgather_object(None, "finish")
                 self._saving.last()
-                return True
+                break
             except self.membership.failure_types as error:
                 if self._regrouping.recover(error, Resume.FINISHING, "outside").agreement.reenter:
                     return False
+        self._bus.emit("finished")
+        self._report_unfired()
+        return True
+
+    def stop(self) -> None:
+        """Training is over, however it has ended."""
+        self._steps.running = False
+        self._saving.close()
 
     def _report_unfired(self) -> None:
         for fault in self.injector.waiting:

@@ -7,7 +7,6 @@ local gradients, which are whole because gradients are reduced out of place. Eve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,41 +14,13 @@ import torch
 
 from horovod_ft.membership.base import Collectives, Group
 from horovod_ft.policy import Forward
+from horovod_ft.shares import Shares
 from horovod_ft.torch.binding import PREFIX
 from horovod_ft.torch.reducer import GradientReducer
 from horovod_ft.torch.slots import Bucket, Slot, flat
 
 #: Waits for a handle, bounded: ``wait(handle, what)`` returns its output.
 Wait = Callable[[int, str], Any]
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How much of the mini-batch is left, and what follows from that for a gradient that is made of it.
-
-    Attributes:
-        weights: of the survivors, by rank; see ``agreement.Gradients``.
-        largest: rank of the one with the most samples.
-        size_before: of the group that broke.
-        rescale: as in ``policy.Forward``.
-        average: the reduction is an average, not a sum.
-    """
-
-    weights: tuple[float, ...]
-    largest: int
-    size_before: int
-    rescale: bool
-    average: bool
-
-    def factor(self) -> float:
-        """What every local gradient is multiplied by, beside its weight, before it is reduced by all that are left."""
-        whole = sum(self.weights) if self.rescale else self.size_before
-        return (len(self.weights) if self.average else self.size_before) / whole
-
-    def factor_alone(self) -> float:
-        """The same for the gradient of ``largest`` if it stands for all."""
-        whole = self.weights[self.largest] if self.rescale else self.size_before
-        return (1 if self.average else self.size_before) / whole
 
 
 class Completion:

@@ -17,6 +17,7 @@ from horovod_ft.data import Range
 from horovod_ft.errors import ConfigurationError, PolicyError
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
+from horovod_ft.parts import BasePart
 from horovod_ft.policies.auto import Auto
 from horovod_ft.policies.checkpoint_restart import CheckpointRestart
 from horovod_ft.policies.lossy_forward import LossyForward
@@ -27,7 +28,6 @@ from horovod_ft.recovery import Engine, HostsChanged
 from horovod_ft.snapshot import StateCommitter
 from horovod_ft.torch import sampler, state
 from horovod_ft.torch.loader import ElasticDataLoader
-from horovod_ft.torch.parts import BasePart
 from horovod_ft.torch.runtime import current, init, shutdown
 from horovod_ft.torch.sampler import ElasticSampler
 from horovod_ft.torch.scaling import LearningRateRule

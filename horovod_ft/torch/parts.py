@@ -14,37 +14,14 @@ import numpy as np
 import torch
 
 from horovod_ft.committer import Part
-from horovod_ft.data import Cursor, Place
 from horovod_ft.guard import ReplicaGuard
+from horovod_ft.parts import Attributes, BasePart, CursorPart, copied
 from horovod_ft.torch.loader import ElasticDataLoader
 
 #: A buffer: path of the module that owns it, beginning with the attribute that holds the model, and its name there.
 BufferKey = tuple[str, str]
 #: Names of parts that look after no attribute: tracked attributes do not begin like this.
 RANDOM, BUFFERS, VALUES = "_random", "_buffers", "_values"
-#: Values of these types cannot change under a reference to them.
-IMMUTABLE = (int, float, complex, str, bytes, bool, type(None))
-
-
-class BasePart:
-    """What most parts do not need."""
-
-    replicated = False
-
-    def begin(self) -> None:
-        """Nothing to remember."""
-
-    def commit(self) -> None:
-        """Nothing to do: the present value is the committed one."""
-
-    def rollback(self) -> None:
-        """Nothing to restore."""
-
-    def export(self) -> Any:
-        return None
-
-    def adopt(self, value: Any) -> None:
-        """Nothing to take over."""
 
 
 class RandomState(BasePart):
@@ -219,57 +196,6 @@ class Scaler(Stateful):
         if scaler._scale is not None:
             scaler.update(scaler.get_scale())  # a new scale ends the step for all optimizers
         scaler.load_state_dict(value)
-
-
-class Attributes(BasePart):
-    """The plain values among the attributes of a training state: epoch, batch, whatever the user tracks."""
-
-    replicated = True
-
-    def __init__(self, owner: Any, names: Sequence[str]) -> None:
-        self._owner = owner
-        self._names = tuple(names)
-        self._saved: dict[str, Any] = {}
-
-    def export(self) -> dict[str, Any]:
-        return {name: copied(getattr(self._owner, name)) for name in self._names}
-
-    def adopt(self, value: dict[str, Any]) -> None:
-        for name, item in value.items():
-            setattr(self._owner, name, copied(item))
-
-    def begin(self) -> None:
-        self._saved = self.export()
-
-    def rollback(self) -> None:
-        self.adopt(self._saved)
-
-
-def copied(value: Any) -> Any:
-    """A copy that changes of the original do not reach."""
-    return value if isinstance(value, IMMUTABLE) else copy.deepcopy(value)
-
-
-class CursorPart(BasePart):
-    """The cursor of a loader. It remembers its last commit itself."""
-
-    replicated = True
-
-    def __init__(self, cursor: Callable[[], Cursor]) -> None:
-        self._cursor = cursor
-
-    def commit(self) -> None:
-        self._cursor().commit()
-
-    def rollback(self) -> None:
-        self._cursor().rollback()
-
-    def export(self) -> tuple[int, int]:
-        epoch, position = self._cursor().committed
-        return epoch, position  # plain numbers, which pickle without this package
-
-    def adopt(self, value: tuple[int, int]) -> None:
-        self._cursor().go_to(Place(*value))
 
 
 class Snapshot(BasePart):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from horovod_ft.membership.base import Bytes
-from horovod_ft.torch.parts import copied
+from horovod_ft.parts import copied
 
 #: Whole numbers by their size in bytes.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

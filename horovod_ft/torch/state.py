@@ -19,11 +19,13 @@ from horovod_ft.data import Deal, Range
 from horovod_ft.errors import ConfigurationError, UsageError
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
+from horovod_ft.parts import BasePart
 from horovod_ft.policy import Forward
 from horovod_ft.recovery import Engine, StepContext
+from horovod_ft.shares import Shares
 from horovod_ft.snapshot import ARENAS, Copies
 from horovod_ft.torch.arena import TorchArena
-from horovod_ft.torch.completion import Completion, Shares
+from horovod_ft.torch.completion import Completion
 from horovod_ft.torch.durable import TorchDurable
 from horovod_ft.torch.faults import install_faults
 from horovod_ft.torch.loader import ElasticDataLoader
@@ -31,7 +33,6 @@ from horovod_ft.torch.optimizer import Distributed
 from horovod_ft.torch.parts import (
     BUFFERS,
     RANDOM,
-    BasePart,
     Buffers,
     RandomState,
     Snapshot,

@@ -21,10 +21,12 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"policy", "policy_names", "events", "errors", "settings", "version"}),
     frozenset(
         {"agreement", "committer", "data", "faults", "going_back", "guard", "healing", "installation", "ledger",
-         "losses", "membership", "policies", "restoring", "snapshot", "timeline", "trainee", "transfer", "agent",
-         "checkpoint"}
+         "losses", "membership", "parts", "policies", "restoring", "shares", "snapshot", "timeline", "trainee",
+         "transfer", "agent", "checkpoint"}
     ),
-    frozenset({"changes", "history", "open_step", "reconcile", "recovery", "regroup", "runtime", "saving", "step"}),
+    frozenset(
+        {"changes", "choices", "history", "open_step", "reconcile", "recovery", "regroup", "runtime", "saving", "step"}
+    ),
     frozenset({"torch", "keras", "testing"}),
     frozenset({"cli"}),
 )  # fmt: skip

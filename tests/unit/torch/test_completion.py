@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import horovod_ft.torch as hvd
 from horovod_ft.membership.base import Group
 from horovod_ft.policy import Forward
-from horovod_ft.torch.completion import Completion, Shares
+from horovod_ft.shares import Shares
+from horovod_ft.torch.completion import Completion
 from tests.unit.torch.tools import Peers, backward, distributed, full, gradients, network, same
 
 # --- the arithmetic --------------------------------------------------------------------------------------------------

@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from horovod_ft.data import BatchSize, Cursor, EpochOrder, Place
+from horovod_ft.parts import Attributes, BasePart, CursorPart, copied
 from horovod_ft.torch.parts import (
-    Attributes,
-    BasePart,
     Buffers,
-    CursorPart,
     Options,
     RandomState,
     Scaler,
     Snapshot,
     Stateful,
-    copied,
     seed_newcomer,
 )
 from horovod_ft.torch.replica import TorchReplica

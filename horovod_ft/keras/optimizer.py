@@ -33,12 +33,14 @@ class Reduction:
         reducer: over all workers.
         accumulation: over backward passes, on this worker; None if each pass is an update.
         done: the gradients that are being applied are reduced.
+        collector: takes what ``apply`` gets, while a training step is made that reduces and updates by itself.
     """
 
     def __init__(self, reducer: GradientReducer, accumulation: Accumulation | None) -> None:
         self.reducer = reducer
         self.accumulation = accumulation
         self.done = False
+        self.collector: Callable[[Sequence[Any], Sequence[str], Sequence[int], Update], None] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         """The variables that have gradients are known."""
@@ -53,22 +55,28 @@ class Reduction:
             places: of their variables among all that the optimizer was built for.
             update: gets the reduced gradients.
         """
+        if self.collector is not None:
+            self.collector(gradients, names, places, update)
+            return
 
         def reduce_and_update(whole: Sequence[Any]) -> None:
-            reduced = self.reducer.reduce(whole, names)
-            self.done = True
-            try:
-                # In a graph nothing else holds up what does not look at gradients, such as the count of iterations.
-                arrived = [gradient for gradient in reduced if gradient is not None]
-                with tf.control_dependencies(tf.nest.flatten(arrived, expand_composites=True)):
-                    update(reduced)
-            finally:
-                self.done = False
+            self.update(self.reducer.reduce(whole, names), update)
 
         if self.accumulation is None:
             reduce_and_update(gradients)
         else:
             self.accumulation.add(gradients, places, reduce_and_update)
+
+    def update(self, reduced: Sequence[Any], update: Update) -> None:
+        """Apply the update, with gradients that are reduced, once all of them are there."""
+        self.done = True
+        try:
+            # In a graph nothing else holds up what does not look at gradients, such as the count of iterations.
+            arrived = [gradient for gradient in reduced if gradient is not None]
+            with tf.control_dependencies(tf.nest.flatten(arrived, expand_composites=True)):
+                update(list(reduced))
+        finally:
+            self.done = False
 
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.framework import ops as framework
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.failures import failures
@@ -55,8 +56,34 @@ class GradientReducer:
         self._device_dense = device_dense
         self._device_sparse = device_sparse
         self._operations = operations or HorovodOperations()
+        with tf.init_scope(), tf.device("/CPU:0"):  # by its class, or a function that makes a reducer is traced twice
+            self._weight = ResourceVariable(1.0, trainable=False, dtype=tf.float64, name="weight")
         # Names of operations reach Horovod from a graph only, and a graph has its operations run side by side.
         self._graph = tf.function(self._reduce, autograph=False, reduce_retracing=True)
+
+    @property
+    def average(self) -> bool:
+        """The reduction is an average, not a sum."""
+        return bool(self._op == hvd.Average)
+
+    def set_weight(self, factor: float) -> None:
+        """From now on local gradients are multiplied by this before they are reduced; 1.0 changes no bit of them.
+
+        With 0.0 this worker adds nothing, whatever its gradients are. Read when a graph runs.
+        """
+        self._weight.assign(factor)
+
+    def weighted(self, gradient: Gradient) -> Gradient:
+        """A local gradient, times the present weight."""
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(self.weighted(gradient.values), gradient.indices, gradient.dense_shape)
+        weight = tf.convert_to_tensor(self._weight)
+
+        def product() -> Any:
+            scaled = gradient * tf.cast(weight, gradient.dtype)
+            return tf.where(tf.equal(weight, 0.0), tf.zeros_like(gradient), scaled)
+
+        return tf.cond(tf.equal(weight, 1.0), lambda: gradient, product)
 
     def reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
         """The reduced gradients, each dense or sparse as the local one is. Blocks in eager mode.
@@ -96,14 +123,20 @@ class GradientReducer:
         return self._reduce(present, named)
 
     def _reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
-        reduced = [self._one(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
-        with tf.control_dependencies(tf.nest.flatten(reduced, expand_composites=True)):
-            return tf.nest.map_structure(tf.identity, reduced, expand_composites=True)  # type: ignore[no-any-return]
+        weighted = [self.weighted(self.prepared(gradient)) for gradient in gradients]
+        return together([self.one(gradient, name) for gradient, name in zip(weighted, names, strict=True)])
 
-    def _one(self, gradient: Gradient, name: str) -> Gradient:
+    def prepared(self, gradient: Gradient) -> Gradient:
+        """A local gradient in the form in which it is reduced: dense or sparse."""
         if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
+            return gradient
+        return tf.convert_to_tensor(gradient)
+
+    def one(self, gradient: Gradient, name: str) -> Gradient:
+        """Reduce one prepared gradient, in a graph, as soon as it is there."""
+        if isinstance(gradient, tf.IndexedSlices):
             return self._sparse(gradient, name)
-        return self._dense(tf.convert_to_tensor(gradient), name)
+        return self._dense(gradient, name)
 
     def _dense(self, gradient: tf.Tensor, name: str) -> tf.Tensor:
         with tf.device(self._device_dense):
@@ -124,3 +157,9 @@ class GradientReducer:
             if self._op == hvd.Average:
                 values = values / tf.cast(self._operations.size(), values.dtype)
             return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def together(tensors: Any) -> Any:
+    """The same tensors, in any structure, none of which is there before all of them are."""
+    with tf.control_dependencies(tf.nest.flatten(tensors, expand_composites=True)):
+        return tf.nest.map_structure(tf.identity, tensors, expand_composites=True)

@@ -191,3 +191,35 @@ def test_equal_names_in_one_graph_are_told_apart() -> None:
     nodes = tf.function(run).get_concrete_function().graph.as_graph_def().node
     names = sorted(node.name for node in nodes if node.op == "HorovodAllreduce")
     assert names == ["HorovodAllreduce.x", "HorovodAllreduce.x_1"]
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@MODES
+def test_a_local_gradient_counts_by_its_weight(graph: bool) -> None:
+    reducer = GradientReducer(operations=TwoWorkers())
+    reduce = (tf.function if graph else lambda function: function)(lambda g: reducer.reduce([g], ["g"]))
+    reducer.set_weight(0.5)
+    assert reduce(tf.constant([1.0, 2.0]))[0].numpy().tolist() == [1.0, 2.0]
+    reducer.set_weight(2.0)
+    assert reduce(tf.constant([1.0, 2.0]))[0].numpy().tolist() == [4.0, 8.0]
+
+
+def test_rows_count_by_their_weight() -> None:
+    reducer = GradientReducer(operations=TwoWorkers())
+    reducer.set_weight(0.5)
+    (only,) = reducer.reduce([rows([[2.0, 4.0]], [1])], ["g"])
+    assert tf.convert_to_tensor(only).numpy()[1].tolist() == [2.0, 4.0]
+
+
+def test_the_weight_one_changes_no_bit() -> None:
+    value = tf.constant(np.float32([0.1, 1e-40, -3e38]))
+    assert GradientReducer().weighted(value).numpy().tobytes() == value.numpy().tobytes()
+
+
+def test_without_a_weight_nothing_is_added_whatever_the_gradient() -> None:
+    reducer = GradientReducer(operations=TwoWorkers())
+    reducer.set_weight(0.0)
+    (only,) = reducer.reduce([tf.constant([np.nan, np.inf])], ["g"])
+    assert only.numpy().tolist() == [0.0, 0.0]

@@ -30,7 +30,7 @@ from horovod.tensorflow import (  # noqa: E402
     size,
 )
 
-from horovod_ft.keras import callbacks  # noqa: E402
+from horovod_ft.keras import callbacks, elastic  # noqa: E402
 from horovod_ft.keras.collectives import allgather, allreduce, broadcast, reducescatter  # noqa: E402
 from horovod_ft.keras.models import load_model  # noqa: E402
 from horovod_ft.keras.optimizer import DistributedOptimizer  # noqa: E402
@@ -71,6 +71,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "init",
     "load_model",
     "local_rank",

@@ -23,6 +23,11 @@ class Accumulation:
         self.count: Any = None
         self.sums: list[Any] = []
 
+    @property
+    def factor(self) -> float:
+        """What the sums are multiplied by in the end."""
+        return 1.0 / self.passes if self._average else 1.0
+
     def build(self, variables: Sequence[Any]) -> None:
         """Make the sums, of the shapes and dtypes of these variables. The second time it does nothing."""
         if self.count is None:
@@ -50,10 +55,9 @@ class Accumulation:
         )
 
     def _hand_over(self, used: Sequence[bool], places: Sequence[int], update: Callable[[list[Any]], None]) -> bool:
-        factor = 1.0 / self.passes if self._average else 1.0
         update(
             [
-                self.sums[p] * tf.cast(factor, self.sums[p].dtype) if u else None
+                self.sums[p] * tf.cast(self.factor, self.sums[p].dtype) if u else None
                 for p, u in zip(places, used, strict=True)
             ]
         )
@@ -65,3 +69,8 @@ class Accumulation:
         self.count.assign(0)
         for total in self.sums:
             total.assign(tf.zeros_like(total))
+
+    def forget(self) -> None:
+        """The same before there is anything to forget."""
+        if self.count is not None:
+            self.discard()

@@ -20,6 +20,7 @@ from horovod.tensorflow import mpi_ops
 
 from horovod_ft.errors import RecoveryTimeoutError
 from horovod_ft.keras.flight import Flight
+from horovod_ft.keras.operations import HorovodOperations
 from horovod_ft.membership.base import FLAGS, Bytes
 from horovod_ft.membership.threads import ThreadWatch
 
@@ -44,6 +45,7 @@ class TensorFlowBinding:
         self._arguments = arguments, options
         self._threads = ThreadWatch()
         self._sum = tf.function(_sum_of_flags)
+        self._totals = tf.function(_total, reduce_retracing=True)
 
     def init(self) -> None:
         arguments, options = self._arguments
@@ -90,6 +92,11 @@ class TensorFlowBinding:
         if self.rank() != root:
             np.copyto(buffer, received)
 
+    def total(self, array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+        """The sum over all workers of an array of one dimension, of numbers that Horovod can add. Blocks."""
+        summed: np.ndarray[Any, Any] = self._run(lambda: self._totals(tf.constant(array)), name)
+        return summed
+
     def any_async(self, flags: int) -> TensorFlowPending:
         # Eight bytes, the size of Horovod's own control words: after a failure a worker can receive one for the other,
         # and Gloo ends a process that receives more than it waits for. See ``installation.stops_after_failure``.
@@ -128,6 +135,10 @@ def _sum_of_flags(fields: tf.Tensor) -> tf.Tensor:
     return mpi_ops._allreduce(
         fields, name="HorovodAllreduce.horovod_ft.changed", op=mpi_ops.Sum, ignore_name_scope=True
     )
+
+
+def _total(array: tf.Tensor) -> tf.Tensor:
+    return HorovodOperations().allreduce(array, "horovod_ft.total", mpi_ops.Sum, 1.0, 1.0)
 
 
 class TensorFlowPending:

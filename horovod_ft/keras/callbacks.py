@@ -27,7 +27,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         root_rank: the worker whose variables count.
         device: where the variables are broadcast; empty: TensorFlow decides.
         local_variables: variables that stay each worker's own.
+
+    With a ``FaultToleranceCallback`` beside it there is nothing left for it to do, and it does nothing.
     """
+
+    ft_not_alone = False
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
@@ -52,7 +56,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._broadcast()
 
     def _broadcast(self) -> None:
-        if self.broadcast_done:
+        if self.broadcast_done or self.ft_not_alone:
             return
         random = {_key(state) for layer in self.model._flatten_layers() for state in _generators(layer)}
         optimizer = [] if self.model.optimizer is None else self.model.optimizer.variables
@@ -85,7 +89,11 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         device: where the metrics are averaged; empty: TensorFlow decides.
+
+    With a ``FaultToleranceCallback`` beside it metrics are those of all workers already, and it does nothing.
     """
+
+    ft_not_alone = False
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -93,7 +101,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         names = sorted(name for name, value in (logs or {}).items() if _is_number(value))
-        if not logs or not names:
+        if not logs or not names or self.ft_not_alone:
             return
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         with failures(), tf.device(self.device):

@@ -1,7 +1,7 @@
 """The pieces of light state of a Keras training: what a step changes besides weights and the optimizer's variables.
 
-Each is a ``committer.Part``. ``begin`` runs in every step. A value that was read from a variable of TensorFlow stays what
-it was when the variable changes, and shares its memory until then: to remember one costs no copy.
+Each is a ``committer.Part``. ``begin`` runs in every step. A value that was read from a variable of TensorFlow stays
+what it was when the variable changes, and shares its memory until then: to remember one costs no copy.
 """
 
 from __future__ import annotations
@@ -110,11 +110,7 @@ def seed_newcomer(generators: Sequence[Any], generation: int, rank: int) -> None
 
 def generators_of(model: Any) -> list[Any]:
     """States of a model's own random generators, such as those of dropout."""
-    return [
-        generator.state
-        for layer in model._flatten_layers()
-        for generator in layer._seed_generators
-    ]  # fmt: skip
+    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
 
 
 def rates_of(optimizer: Any) -> list[Any]:

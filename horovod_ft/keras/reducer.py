@@ -124,7 +124,10 @@ class GradientReducer:
 
     def _reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
         weighted = [self.weighted(self.prepared(gradient)) for gradient in gradients]
-        return together([self.one(gradient, name) for gradient, name in zip(weighted, names, strict=True)])
+        reduced: list[Gradient] = together(
+            [self.one(gradient, name) for gradient, name in zip(weighted, names, strict=True)]
+        )
+        return reduced
 
     def prepared(self, gradient: Gradient) -> Gradient:
         """A local gradient in the form in which it is reduced: dense or sparse."""

@@ -214,7 +214,7 @@ def test_rows_count_by_their_weight() -> None:
 
 
 def test_the_weight_one_changes_no_bit() -> None:
-    value = tf.constant(np.float32([0.1, 1e-40, -3e38]))
+    value = tf.constant(np.array([0.1, 1e-40, -3e38], np.float32))
     assert GradientReducer().weighted(value).numpy().tobytes() == value.numpy().tobytes()
 
 

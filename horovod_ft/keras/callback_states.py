@@ -1,0 +1,84 @@
+"""What Keras's own callbacks remember, for a worker that joins a training: so that all stop at the same epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from horovod_ft.parts import BasePart
+
+#: They remember nothing that another worker needs: files and screens of their own, or where Keras is.
+LEFT_OUT = (
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.LambdaCallback,
+    keras.callbacks.CSVLogger,
+)
+#: Set by ``fit``, and right already.
+SET_BY_FIT = frozenset({"params", "model", "_model", "validation_data", "verbose", "filepath"})
+PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic, np.ndarray)
+
+
+class CallbackStates(BasePart):
+    """A ``committer.Part``: plain attributes of the callbacks that Keras has, and of classes made from them.
+
+    A worker takes them over when it joins, and never after that: the others' are its own then.
+
+    Attributes:
+        open: it takes them over.
+    """
+
+    replicated = True
+
+    def __init__(self, callbacks: Iterable[Any]) -> None:
+        self.open = True
+        self._callbacks = [callback for callback in callbacks if _remembers(callback)]
+        self._value: list[dict[str, Any]] | None = None
+
+    def changed(self) -> None:
+        """An epoch has begun or ended. In between callbacks are taken for what they were."""
+        self._value = None
+
+    def export(self) -> list[dict[str, Any]]:
+        if self._value is None:
+            self._value = [_plain_attributes(callback) for callback in self._callbacks]
+        return self._value
+
+    def adopt(self, value: Sequence[dict[str, Any]]) -> None:
+        if not self.open:
+            return
+        for callback, attributes in zip(self._callbacks, value, strict=False):
+            for name, item in attributes.items():
+                setattr(callback, name, _copied(item))
+
+
+def _remembers(callback: Any) -> bool:
+    ours = (kind for kind in type(callback).__mro__ if kind not in (keras.callbacks.Callback, object))
+    return not isinstance(callback, LEFT_OUT) and any(kind.__module__.startswith("keras.") for kind in ours)
+
+
+def _plain_attributes(callback: Any) -> dict[str, Any]:
+    return {
+        name: _copied(value)
+        for name, value in vars(callback).items()
+        if name not in SET_BY_FIT and is_plain(value)
+    }  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers and texts alone."""
+    if isinstance(value, dict):
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, PLAIN)
+
+
+def _copied(value: Any) -> Any:
+    """Containers made anew, arrays as they are: callbacks put others in their place, and never change them."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(_copied(item) for item in value) if type(value) in (list, tuple) else value

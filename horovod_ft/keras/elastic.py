@@ -1,0 +1,34 @@
+"""``hvd.elastic``: training that goes on when workers die or join, with the names that Horovod users know."""
+
+from __future__ import annotations
+
+from horovod_ft.checkpoint.options import Checkpoints
+from horovod_ft.guard import ReplicaGuard
+from horovod_ft.keras.callback import FaultToleranceCallback
+from horovod_ft.keras.runtime import init, shutdown
+from horovod_ft.keras.state import TensorFlowState
+from horovod_ft.policies.auto import Auto
+from horovod_ft.policies.checkpoint_restart import CheckpointRestart
+from horovod_ft.policies.lossy_forward import LossyForward
+from horovod_ft.policies.rollback import MiniBatchRollback
+from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
+
+__all__ = [
+    "Abort",
+    "Auto",
+    "CheckpointRestart",
+    "Checkpoints",
+    "Decision",
+    "Failure",
+    "FaultToleranceCallback",
+    "Forward",
+    "LossyForward",
+    "MiniBatchRollback",
+    "RecoveryPolicy",
+    "Replay",
+    "ReplicaGuard",
+    "Restart",
+    "TensorFlowState",
+    "init",
+    "shutdown",
+]

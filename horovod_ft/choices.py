@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.errors import PolicyError
-from horovod_ft.policies.checkpoint_restart import CheckpointRestart
+from horovod_ft.policies.checkpoint_restart import as_often_as
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import RecoveryPolicy
 from horovod_ft.policy_names import parse_policy
@@ -51,4 +51,4 @@ def policy_of(asked: RecoveryPolicy | None, checkpoints: Checkpoints | None, set
         return parse_policy(settings.policy)
     if checkpoints is None:
         return MiniBatchRollback()
-    return MiniBatchRollback() | CheckpointRestart("auto" if checkpoints.every is None else checkpoints.every)
+    return MiniBatchRollback() | as_often_as(checkpoints)

@@ -26,7 +26,7 @@ from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
 from horovod_ft.membership.base import Membership
 from horovod_ft.open_step import OpenStep
-from horovod_ft.policies.checkpoint_restart import CheckpointRestart
+from horovod_ft.policies.checkpoint_restart import CheckpointRestart, as_often_as
 from horovod_ft.trainee import Durable
 
 log = logging.getLogger("horovod_ft")
@@ -101,8 +101,7 @@ class Saving:
         self._options, self.store = options, options.store()
         values.dump(self._durable().shared(), allow_pickle=options.allow_pickle)
         values.dump(self._durable().local(), allow_pickle=options.allow_pickle)
-        every = restart or CheckpointRestart("auto" if options.every is None else options.every)
-        self._schedule = every.schedule(self._committer.frontier.step, self._mono())
+        self._schedule = (restart or as_often_as(options)).schedule(self._committer.frontier.step, self._mono())
         self._saver = Saver(
             self.store, retention=options.retention(), at=self._injector.at, mono=self._mono, wait_s=self._timeout_s
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.checkpoint.schedule import PRIOR_MTBF_S, Schedule
 from horovod_ft.policy import Budget, Decision, Escalation, Failure, Policy, RecoveryPolicy, Restart
 
@@ -58,3 +59,8 @@ def checkpoint_restart_in(policy: RecoveryPolicy) -> CheckpointRestart | None:
     """The CheckpointRestart that a policy is, or escalates to."""
     parts = policy.policies if isinstance(policy, Escalation) else (policy,)
     return next((part for part in parts if isinstance(part, CheckpointRestart)), None)
+
+
+def as_often_as(checkpoints: Checkpoints) -> CheckpointRestart:
+    """One that saves when ``checkpoints`` says."""
+    return CheckpointRestart("auto" if checkpoints.every is None else checkpoints.every)

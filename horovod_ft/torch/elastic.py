@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from horovod.common.elastic import ObjectState, State, run_fn
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from horovod_ft.agreement import Reach
 from horovod_ft.checkpoint.options import Checkpoints
+from horovod_ft.choices import Where, asked_place, asked_policy, checkpoints_of, policy_of
 from horovod_ft.committer import Committer
 from horovod_ft.data import Range
-from horovod_ft.errors import ConfigurationError, PolicyError
+from horovod_ft.errors import ConfigurationError
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.membership.base import Group
 from horovod_ft.parts import BasePart
@@ -23,7 +23,6 @@ from horovod_ft.policies.checkpoint_restart import CheckpointRestart
 from horovod_ft.policies.lossy_forward import LossyForward
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart
-from horovod_ft.policy_names import parse_policy
 from horovod_ft.recovery import Engine, HostsChanged
 from horovod_ft.snapshot import StateCommitter
 from horovod_ft.torch import sampler, state
@@ -36,7 +35,6 @@ from horovod_ft.trainee import Finished
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Where: TypeAlias = str | os.PathLike[str] | Checkpoints
 S = TypeVar("S", bound=State)
 Training = Callable[Concatenate[S, P], R]
 
@@ -71,11 +69,7 @@ def run(
         PolicyError: there is no such policy.
         ConfigurationError: ``checkpoint`` names no place.
     """
-    chosen = parse_policy(policy) if isinstance(policy, str) else policy
-    if chosen is not None and not callable(chosen):
-        raise PolicyError(f"policy must be a recovery policy or the name of one, not {policy!r}")
-
-    place = checkpoint if checkpoint is None or isinstance(checkpoint, Checkpoints) else Checkpoints(checkpoint)
+    chosen, place = asked_policy(policy), asked_place(checkpoint)
 
     def decorate(train: Training[S, P, R]) -> Training[S, P, R]:
         @functools.wraps(train)
@@ -86,28 +80,14 @@ def run(
                     f"hvd.elastic.TorchState(...), not {type(state).__name__}"
                 )
             engine = state.engine if isinstance(state, TorchState) else _engine_of(state)
-            checkpoints = _checkpoints(place)
-            return engine.run(_policy(chosen, checkpoints), lambda: train(state, *args, **kwargs), checkpoints)
+            settings = current().settings
+            checkpoints = checkpoints_of(place, settings)
+            decided = policy_of(chosen, checkpoints, settings)
+            return engine.run(decided, lambda: train(state, *args, **kwargs), checkpoints)
 
         return wrapper
 
     return decorate if function is None else decorate(function)
-
-
-def _policy(argument: RecoveryPolicy | None, checkpoints: Checkpoints | None) -> RecoveryPolicy:
-    if argument is not None:
-        return argument
-    text = current().settings.policy
-    if text:
-        return parse_policy(text)
-    if checkpoints is None:
-        return MiniBatchRollback()
-    return MiniBatchRollback() | CheckpointRestart("auto" if checkpoints.every is None else checkpoints.every)
-
-
-def _checkpoints(argument: Checkpoints | None) -> Checkpoints | None:
-    text = current().settings.checkpoint
-    return argument if argument is not None or not text else Checkpoints(text)
 
 
 class _StatePart(BasePart):

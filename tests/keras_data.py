@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -21,7 +22,7 @@ class Dealt(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
         self._arrays = arrays
 
     def __len__(self) -> int:
-        return -(-self.cursor.order.length // self.cursor.batch.of(current().group().size))
+        return math.ceil(self.cursor.order.length / self.cursor.batch.of(current().group().size))
 
     def __getitem__(self, index: int) -> Any:
         return tuple(array[:1] for array in self._arrays)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from horovod_ft.agreement import GENERATIONS
 from horovod_ft.cli.chronicle import Row, chronicle
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.events import STAGES, Event, read_events
@@ -81,11 +82,11 @@ def read(folder: Path) -> list[Event]:
 
 
 def _several_runs(events: Sequence[Event]) -> bool:
-    """Two processes that began a run had the same start rank; newcomers, who may get one again, join instead."""
-    began: dict[str, set[str]] = defaultdict(set)
+    """Two processes that began the same attempt had the same start rank; newcomers, who may get one again, join."""
+    began: dict[tuple[int, str], set[str]] = defaultdict(set)
     for event in events:
         if event.kind == "formed":
-            began[event.worker.rsplit(":", 2)[1]].add(event.worker)
+            began[event.generation // GENERATIONS, event.worker.rsplit(":", 2)[1]].add(event.worker)
     return any(len(workers) > 1 for workers in began.values())
 
 

@@ -9,6 +9,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,21 @@ def test_the_last_replica_dies_while_it_is_sent(tmp_path: Path) -> None:
     )
     check_sound(outcome, outcome.start_ranks())
     check_like_reference(outcome)
+
+
+def test_the_last_worker_dies_while_horovodrun_waits_for_more_hosts(tmp_path: Path) -> None:
+    """Nobody is left to wait for them, so the job is started again at once, not after ``--elastic-timeout``."""
+
+    def leave_nobody(job: LocalJob) -> None:
+        job.wait_for("a failure", lambda job: any(event.kind == "failure_detected" for event in job.events()))
+        time.sleep(2.0)  # the survivor asks horovodrun for its new rank, and nothing says when
+        job.kill(0)
+
+    plan = [fault(1, 11, "forward")]
+    outcome = run_saving(tmp_path, plan, workers=2, min_workers=2, during=leave_nobody, settle_through=8)
+    check_sound(outcome, {0, 1})
+    check_like_reference(outcome)
+    assert restored_from(outcome) == [8]
 
 
 # --- somebody dies during a save -----------------------------------------------------------------------------------

@@ -123,14 +123,18 @@ class Driver(ElasticDriver):  # type: ignore[misc]
         """
         while True:
             with self._deciding:
-                self._end_if_nobody_left()
+                self._raise_if_nobody_left()
                 self._waiting = True
             try:
                 current_hosts = super().wait_for_available_slots(min_num_proc, min_hosts)
-            finally:
+            except RuntimeError:  # so ``_ended`` ends the wait
                 with self._deciding:
-                    self._waiting = False
-                    self._end_if_nobody_left()
+                    self._raise_if_nobody_left()
+                raise
+            finally:
+                self._waiting = False
+            with self._deciding:
+                self._raise_if_nobody_left()
             if not self._fail_hosts_of_lost():
                 return current_hosts
 
@@ -139,13 +143,13 @@ class Driver(ElasticDriver):  # type: ignore[misc]
         present = self._present()
         return bool(present) and all(worker.failed() or worker.host_failed.is_set() for worker in present)
 
-    def _end_if_nobody_left(self) -> None:
+    def _raise_if_nobody_left(self) -> None:
         if not self._nobody_left():
             return
         for worker in self._present():
             if worker.failed():
                 self._results.add_result("{}[{}]".format(*_slot(worker.slot)), (worker.status, worker.moment))
-        raise RuntimeError(NO_SURVIVOR)
+        raise RuntimeError(NO_SURVIVOR) from None
 
     def _fail_hosts_of_lost(self) -> bool:
         """Whether there were any."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod_ft.agreement import GENERATIONS
 from tests.unit.cli.conftest import Call
 from tests.unit.cli.made import Run, lost_one
 
@@ -233,3 +234,11 @@ def test_steps_that_were_computed_again_after_going_back_are_told(call: Call, tm
     file.write_text(file.read_text() + "".join(json.dumps(record) + "\n" for record in again))
     out = call("report", "--no-png", str(lost_one().write(tmp_path / "events"))).out
     assert "no sample was lost or repeated\n  1 step computed again, after going back to a copy" in out
+
+
+def test_two_attempts_at_a_job_are_one_run(call: Call, tmp_path: Path) -> None:
+    run = lost_one()
+    run.add(20.0, "formed", "node0:0:555", generation=GENERATIONS)
+    told = call("report", "--no-png", str(run.write(tmp_path)))
+    assert told.code == 0
+    assert row(told.out, "1   ") == "1 5.010 4 1 1 2 0.200"

@@ -82,7 +82,8 @@ def prune(
 
     Args:
         now: seconds since the epoch.
-        running: attempts that are being written, whatever their age.
+        running: attempts that are being written, or have just been committed: they stay, whatever their age. Training
+            may have passed over newer ones that look sound, and then these are all that can be restored.
         grace_s: how long nothing has to be written in an attempt before it counts as abandoned.
         level: how closely the newest is verified. QUICK reads no tensors, and misses altered bytes.
         dry_run: change nothing.
@@ -91,7 +92,7 @@ def prune(
         StorageError: the store cannot be listed, or something cannot be deleted.
     """
     found = list(store.candidates())
-    kept, surplus, failed = _divide(store, [one for one in found if one.usable], retention, level)
+    kept, surplus, failed = _divide(store, [one for one in found if one.usable], retention, level, running)
     half = {one.folder: _busy(store, one.folder, now, grace_s, running) for one in found if _half(one)}
     others = [(one.folder, f"{one.status.value}: {one.problem}") for one in found if not one.usable and not _half(one)]
     abandoned = [folder for folder, why in half.items() if not why]
@@ -103,13 +104,14 @@ def prune(
 
 
 def _divide(
-    store: CheckpointStore, valid: Sequence[Candidate], retention: Retention, level: Level
+    store: CheckpointStore, valid: Sequence[Candidate], retention: Retention, level: Level, running: Collection[str]
 ) -> tuple[list[str], list[str], list[tuple[str, str]]]:
     """Folders that stay, those that may go, and those that turned out not to be valid after all."""
     failed: list[tuple[str, str]] = []
     while valid:
-        kept = [one.folder for one in retention.kept(valid)]
-        surplus = [one.folder for one in valid if one.folder not in kept]
+        stay = {*(one.folder for one in retention.kept(valid)), *running}
+        kept = [one.folder for one in valid if one.folder in stay]
+        surplus = [one.folder for one in valid if one.folder not in stay]
         look = store.verify(kept[0], level) if surplus else None
         if look is None or look.usable:
             return kept, surplus, failed

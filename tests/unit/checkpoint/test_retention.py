@@ -141,6 +141,15 @@ def test_nothing_is_read_when_nothing_has_to_go(store: CheckpointStore) -> None:
     assert prune(store, Retention(1), now=LATER).kept == (name(1),)
 
 
+def test_what_was_just_saved_stays_although_newer_ones_look_well(store: CheckpointStore) -> None:
+    """Training has passed over the third, whose bytes were altered, and gone on from the first."""
+    first, second, third = save(store, 1), save(store, 2), save(store, 3)
+    flip(store, third)
+    done = prune(store, Retention(1), now=LATER, running=[second.folder], level=Level.QUICK)
+    assert (done.kept, done.deleted) == ((third.folder, second.folder), (first.folder,))
+    assert store.newest_valid(damaged={third.folder: "altered"}) == second
+
+
 def test_foreign_and_newer_ones_are_not_touched(store: CheckpointStore) -> None:
     save(store, 1)
     newer = save(store, 2)

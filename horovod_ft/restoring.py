@@ -86,7 +86,8 @@ class Restoring:
             what was restored; None if the store holds no checkpoint, valid or not. Nothing has changed then.
 
         Raises:
-            NoCheckpointError: there are checkpoints, and none of them can be used; lists all, and why.
+            NoCheckpointError: there are checkpoints, or were when this began, and none of them can be used; lists all,
+                and why.
             MismatchError: the newest is of another model.
             StorageError: the store cannot be listed.
             All of these on all workers.
@@ -182,14 +183,22 @@ def _found(store: CheckpointStore, damaged: dict[str, str]) -> Manifest | Checkp
     try:
         return store.newest_valid(damaged=damaged)
     except NoCheckpointError as error:
-        others = [one.folder for one in store.candidates() if one.status not in NONE_OF_OURS]
-        if others:
-            return error
-        if error.problems:
-            log.warning("horovod_ft: training begins anew, there is no whole checkpoint: %s", error)
-        return None
+        return error if damaged else _none_at_all(store, error)  # what is damaged may be in memory in part
     except StorageError as error:
         return error
+
+
+def _none_at_all(store: CheckpointStore, error: NoCheckpointError) -> CheckpointError | None:
+    """None if what is there is no checkpoint; else the error, or one that comes when the store is looked at again."""
+    try:
+        others = [one.folder for one in store.candidates() if one.status not in NONE_OF_OURS]
+    except StorageError as refused:
+        return refused
+    if others:
+        return error
+    if error.problems:
+        log.warning("horovod_ft: training begins anew, there is no whole checkpoint: %s", error)
+    return None
 
 
 def _opened(durable: Durable, values: Any, manifest: Manifest) -> list[Tensor]:

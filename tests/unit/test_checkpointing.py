@@ -4,6 +4,9 @@ left, and never in the way of anything.
 
 from __future__ import annotations
 
+import errno
+import itertools
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +19,8 @@ from hypothesis import strategies as st
 
 from horovod_ft import restoring, saving
 from horovod_ft.checkpoint import CheckpointStore
+from horovod_ft.checkpoint.local import LocalStorage
+from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.checkpoint.saver import Captured
 from horovod_ft.data import Deal
@@ -362,6 +367,40 @@ def test_if_none_can_be_used_the_error_lists_them_all_and_why(tmp_path: Path) ->
     assert {type(error) for error in ended.errors.values()} == {NoCheckpointError}
     assert all(folder in str(ended.errors[1]) for folder in bad)
     assert "has been altered" in str(ended.errors[1])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_job_does_not_begin_anew_with_what_was_read_of_a_checkpoint_that_vanishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    run_first(tmp_path)
+    read = CheckpointStore.read_worker
+
+    def vanish(store: CheckpointStore, manifest: Manifest, rank: int) -> Any:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        return read(store, manifest, rank)
+
+    monkeypatch.setattr(CheckpointStore, "read_worker", vanish)
+    ended = run_toys(size, prepare=into(tmp_path), attempt=1)
+    assert [type(error) for error in ended.errors.values()] == [NoCheckpointError] * size
+
+
+def test_a_store_that_cannot_be_listed_a_second_time_is_the_same_error_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_first(tmp_path)
+    for folder in tmp_path.iterdir():
+        (folder / "values.json").unlink()
+    folders, listed = LocalStorage.folders, itertools.count(1)
+
+    def refuse(storage: LocalStorage) -> list[str]:
+        if next(listed) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return folders(storage)
+
+    monkeypatch.setattr(LocalStorage, "folders", refuse)
+    ended = run_toys(2, prepare=into(tmp_path), attempt=1)
+    assert {type(error) for error in ended.errors.values()} == {StorageError}
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(tmp_path: Path) -> None:

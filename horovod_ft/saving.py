@@ -96,14 +96,13 @@ class Saving:
             raise ConfigurationError(
                 f"{options!r} and {restart!r} say differently when checkpoints are saved: leave one of them out"
             )
-        if options == self._options:
-            return
-        self._options, self.store = options, options.store()
+        store = options.store()
         values.dump(self._durable().shared(), allow_pickle=options.allow_pickle)
         values.dump(self._durable().local(), allow_pickle=options.allow_pickle)
+        self._options, self.store = options, store
         self._schedule = (restart or as_often_as(options)).schedule(self._committer.frontier.step, self._mono())
         self._saver = Saver(
-            self.store, retention=options.retention(), at=self._injector.at, mono=self._mono, wait_s=self._timeout_s
+            store, retention=options.retention(), at=self._injector.at, mono=self._mono, wait_s=self._timeout_s
         )
         self._known = None
         self._first = True

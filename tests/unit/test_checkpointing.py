@@ -42,7 +42,7 @@ from horovod_ft.policy import Failure, Restart
 from horovod_ft.testing.fake_world import Breakage
 from tests.unit.inline_saver import InlineSaver
 from tests.unit.test_recovery import check_ledger, check_like_no_failure
-from tests.unit.toy import DEFAULT, Ended, Job, Toy, expected, run_toys
+from tests.unit.toy import DEFAULT, Ended, Job, Result, Toy, expected, run_toys
 
 #: Of a job of two epochs with four steps each.
 STEPS = 8
@@ -230,6 +230,19 @@ def test_what_cannot_be_saved_is_found_before_anything_is_trained(tmp_path: Path
     ended = run_toys(2, prepare=prepare)
     assert {type(error) for error in ended.errors.values()} == {UnsupportedStateError}
     assert "state.thing" in str(ended.errors[0])
+
+
+def test_what_could_not_be_saved_is_saved_when_the_script_has_mended_it(tmp_path: Path) -> None:
+    def script(toy: Toy) -> Result:
+        assert toy.durable is not None
+        sound, toy.durable.shared = toy.durable.shared, lambda: {"thing": object()}  # type: ignore[method-assign]
+        with pytest.raises(UnsupportedStateError):
+            toy.run()
+        toy.durable.shared = sound  # type: ignore[method-assign]
+        return toy.run()
+
+    run_toys(1, prepare=into(tmp_path, 4, keep_last=None), script=script)
+    assert saved(tmp_path) == [8, 4, 1]
 
 
 def test_a_state_that_cannot_be_saved_at_all_is_refused(tmp_path: Path) -> None:

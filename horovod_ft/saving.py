@@ -170,10 +170,14 @@ class Saving:
 
     @property
     def newest(self) -> tuple[int, float] | None:
-        """Step of the newest checkpoint that this worker knows of, and the seconds since; None if it knows of none."""
+        """Step of the newest checkpoint that this worker knows of, and the seconds since; None if it knows of none.
+
+        Those that were saved before training went back count no more: they may have been passed over as damaged.
+        """
         found = self._known
-        if self._saver is not None and self._saver.newest is not None:
-            found = max(found or self._saver.newest, self._saver.newest)
+        saved = None if self._saver is None else self._saver.newest
+        if saved is not None and (found is None or saved[1] >= found[1]):
+            found = saved
         return None if found is None else (found[0], self._mono() - found[1])
 
     # --- saving ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from horovod_ft import restoring, saving
 from horovod_ft.checkpoint import CheckpointStore
+from horovod_ft.checkpoint.inspection import Level
 from horovod_ft.checkpoint.local import LocalStorage
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.options import Checkpoints
@@ -494,6 +495,28 @@ def test_a_failure_that_rollback_does_not_answer_goes_back_further(tmp_path: Pat
     ended = run_toys(2, breakages, prepare=into(tmp_path, None), policy=lambda index: policy)
     check_like_no_failure(ended)
     assert [event.data["decision"] for event in ended.events(0, "decision")] == ["Replay", "Restart"]
+
+
+def test_a_checkpoint_that_was_passed_over_does_not_stand_for_the_last_one(tmp_path: Path) -> None:
+    """That of step 6 is damaged, training goes back to step 3, and comes to step 6 again."""
+    spoilt: list[str] = []
+
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, None, keep_last=None)(toy)
+        first = toy.membership.index == 0
+
+        def before(deal: Deal) -> None:
+            if first and toy.steps == 6 and not spoilt:
+                spoilt.append(spoil(tmp_path, 0))
+            if first and toy.steps == 4 and spoilt:
+                toy.membership.preempt()
+
+        toy.before_step = before
+
+    breakage = Breakage(1, "gradient.0", 7, dies=False)
+    ended = run_toys(2, [breakage], prepare=prepare, policy=lambda index: CheckpointRestart(3))
+    assert ended.toys[0].steps == 6
+    assert CheckpointStore(tmp_path).newest_valid(Level.FULL).step == 6
 
 
 # --- nobody has a whole state --------------------------------------------------------------------------------------

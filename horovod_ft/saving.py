@@ -64,6 +64,7 @@ class Saving:
         self._timeout_s = timeout_s
         self._options: Checkpoints | None = None
         self._saver: Saver | None = None
+        self._before: Saver | None = None
         self._schedule = Schedule(step=0, now=mono())
         self._processes: tuple[int, ...] = ()
         self._known: tuple[int, float] | None = None
@@ -123,7 +124,7 @@ class Saving:
         if self._saver is not None:
             if self._membership.group.rank == 0 and (self._first or self._schedule.due(step, self._mono())):
                 said |= Heard.SAVE
-            if self._saver.busy:
+            if self._busy:
                 said |= Heard.BUSY
             if self._lacking:
                 said |= Heard.FAILED
@@ -179,6 +180,11 @@ class Saving:
         if saved is not None and (found is None or saved[1] >= found[1]):
             found = saved
         return None if found is None else (found[0], self._mono() - found[1])
+
+    @property
+    def _busy(self) -> bool:
+        """What was captured last is still being written, maybe by the saver of a run that has ended meanwhile."""
+        return any(saver.busy for saver in (self._before, self._saver) if saver is not None)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -252,21 +258,33 @@ class Saving:
         """Save the present state, and wait until that has ended. All workers call it. Does nothing without a store."""
         if self._saver is None:
             return
-        self._drain(self._saver)
-        if self._agreed_newest(self._saver) != self._committer.frontier.step:
-            self._save(self._saver)
-            self._drain(self._saver)
+        ended, step = self._drain(self._saver), self._committer.frontier.step
+        if self._agreed_newest(self._saver) != step:
+            if ended:
+                self._save(self._saver)
+                self._drain(self._saver)
+            else:
+                self._failed(step, "the save before it has not ended, and its memory cannot be used again")
         self._report()
 
-    def _drain(self, saver: Saver) -> None:
-        """Wait until the save that is under way has ended: first for all parts, then for the manifest."""
+    def _drain(self, saver: Saver) -> bool:
+        """Wait until the save that is under way has ended: first for all parts, then for the manifest.
+
+        Returns:
+            whether nothing is being written any more, on any worker.
+        """
         comm, first = self._membership.comm, self._membership.group.rank == 0
         if not first:
-            saver.wait(self._timeout_s)
+            self._wait(saver)
         comm.allgather_object(None, "written")
         if first:
-            saver.wait(self._timeout_s)
-        comm.allgather_object(None, "durable")
+            self._wait(saver)
+        return not any(comm.allgather_object(self._busy, "durable"))
+
+    def _wait(self, saver: Saver) -> None:
+        if self._before is not None:
+            self._before.wait(self._timeout_s)
+        saver.wait(self._timeout_s)
 
     def _agreed_newest(self, saver: Saver) -> int:
         newest = self.newest
@@ -277,6 +295,8 @@ class Saving:
         """Training has ended, one way or the other: nothing more is saved."""
         if self._saver is not None:
             self._saver.close()
+            if self._before is None or not self._before.busy:  # else this run has saved nothing
+                self._before = self._saver
         self.store = self._saver = self._options = None
 
 

@@ -23,6 +23,7 @@ from horovod_ft.checkpoint.inspection import Level
 from horovod_ft.checkpoint.local import LocalStorage
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.options import Checkpoints
+from horovod_ft.checkpoint.partition import Piece
 from horovod_ft.checkpoint.saver import Captured
 from horovod_ft.data import Deal
 from horovod_ft.errors import (
@@ -174,6 +175,66 @@ def test_replicas_are_compared_before_they_are_saved(tmp_path: Path) -> None:
     ended = run_toys(3, prepare=prepare)
     check_like_no_failure(ended)
     assert [event.step for event in ended.events(0, "healed")] == [3]
+
+
+class Lasting(InlineSaver):
+    """The first save of a run lasts until ``ends``: whoever captures meanwhile takes its memory away."""
+
+    ends = threading.Event()
+
+    def submit(self, captured: Captured) -> None:
+        super().submit(captured)
+        self.busy = captured.step == 1 and not self.ends.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return not self.busy
+
+
+def recording(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps at which the state is captured, from here on."""
+    assert toy.durable is not None
+    steps: list[int] = []
+    capture = toy.durable.capture
+
+    def note(pieces: Sequence[Piece]) -> Any:
+        steps.append(toy.steps)
+        return capture(pieces)
+
+    monkeypatch.setattr(toy.durable, "capture", note)
+    return steps
+
+
+def test_the_last_state_does_not_take_the_memory_of_a_save_that_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "Saver", Lasting)
+    captured: dict[int, list[int]] = {}
+
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, 100)(toy)
+        captured[toy.membership.index] = recording(toy, monkeypatch)
+
+    ended = run_toys(2, prepare=prepare)
+    check_like_no_failure(ended)
+    assert captured == {0: [1], 1: [1]}
+    assert "the save before it has not ended" in " ".join(told(ended, "warning", "text"))
+
+
+def test_nor_does_another_run_of_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "Saver", Lasting)
+    captured: list[list[int]] = []
+
+    def script(toy: Toy) -> Result:
+        with pytest.raises(ScriptError):
+            toy.run()
+        into(tmp_path, 2)(toy)
+        captured.append(recording(toy, monkeypatch))
+        toy.before_step = lambda deal: None
+        return toy.run()
+
+    ended = run_toys(1, prepare=stopping(tmp_path, 4), script=script)
+    check_like_no_failure(ended)
+    assert captured == [[]]
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

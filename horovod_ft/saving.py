@@ -229,6 +229,10 @@ class Saving:
             self._bus.emit("saved", **_record(ended))
             if ended.error is None:
                 continue
+            if ended.committed:
+                self._bus.emit("warning", text=f"after the checkpoint of step {ended.step} was saved: {ended.error}")
+                log.warning("horovod_ft: after the checkpoint of step %d was saved: %s", ended.step, ended.error)
+                continue
             self._lacking |= not ended.written
             if ended.written and self._membership.group.rank:  # worker 0 says what is wrong
                 log.info("horovod_ft: the checkpoint of step %d was not saved: %s", ended.step, ended.error)

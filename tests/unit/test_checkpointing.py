@@ -9,6 +9,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from horovod_ft.checkpoint.local import LocalStorage
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.checkpoint.partition import Piece
-from horovod_ft.checkpoint.saver import Captured
+from horovod_ft.checkpoint.saver import Captured, SaveEnded
 from horovod_ft.data import Deal
 from horovod_ft.errors import (
     CheckpointError,
@@ -281,6 +282,22 @@ def test_it_ends_training_on_all_workers_if_that_is_asked_for(tmp_path: Path, mo
     assert {type(error) for error in ended.errors.values()} == {CheckpointError}
     assert "could not be saved: " in str(ended.errors[0])
     assert "worker 1: cannot write: No space left on device" in str(ended.errors[0])
+
+
+def test_what_goes_wrong_after_a_checkpoint_is_saved_does_not_count_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CannotClearUp(InlineSaver):
+        def endings(self) -> list[SaveEnded]:
+            error = StorageError("cannot delete an older one")
+            return [replace(ended, error=error) if ended.committed else ended for ended in super().endings()]
+
+    monkeypatch.setattr(saving, "Saver", CannotClearUp)
+    ended = run_toys(1, prepare=into(tmp_path, end_on_error=True))
+    check_like_no_failure(ended)
+    assert ended.events(0, "warning")[0].data["text"] == (
+        "after the checkpoint of step 1 was saved: cannot delete an older one"
+    )
 
 
 def test_what_cannot_be_saved_is_found_before_anything_is_trained(tmp_path: Path) -> None:

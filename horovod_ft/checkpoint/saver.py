@@ -103,7 +103,7 @@ class Saver:
             try:
                 self._start_once()
             except RuntimeError as error:  # no more threads can be had: no reason to end the training
-                self._ended.append(SaveEnded(captured.step, folder, 0.0, 0, False, error))
+                self._ended.append(SaveEnded(captured.step, folder, 0.0, 0, False, error, written=False))
                 return
             self._next, self._writing, self._broke = (captured, now), captured, None
             self._tell()

@@ -248,18 +248,26 @@ class Saving:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        fatal: list[str | None] = self._membership.comm.allgather_object(self._fatal, "ending")
-        told = [f"worker {rank}: {why}" for rank, why in enumerate(fatal) if why is not None]
-        if told:
-            raise CheckpointError(f"training ends because a checkpoint could not be saved: {'; '.join(told)}")
+        self._raise_fatal()
         self.last()
         self._bus.emit("preempted")
         log.warning("horovod_ft: the job is about to be ended from outside, and leaves after step %d",
                     self._committer.frontier.step)  # fmt: skip
         raise SystemExit(TRY_AGAIN)
 
+    def _raise_fatal(self) -> None:
+        """On all workers, if one of them could not save and training is to end then."""
+        fatal: list[str | None] = self._membership.comm.allgather_object(self._fatal, "ending")
+        told = [f"worker {rank}: {why}" for rank, why in enumerate(fatal) if why is not None]
+        if told:
+            raise CheckpointError(f"training ends because a checkpoint could not be saved: {'; '.join(told)}")
+
     def last(self) -> None:
-        """Save the present state, and wait until that has ended. All workers call it. Does nothing without a store."""
+        """Save the present state, and wait until that has ended. All workers call it. Does nothing without a store.
+
+        Raises:
+            CheckpointError: it could not be saved, and training is to end then; on all workers.
+        """
         if self._saver is None:
             return
         ended, step = self._drain(self._saver), self._committer.frontier.step
@@ -270,6 +278,8 @@ class Saving:
             else:
                 self._failed(step, "the save before it has not ended, and its memory cannot be used again")
         self._report()
+        if self._options is not None and self._options.end_on_error:
+            self._raise_fatal()
 
     def _drain(self, saver: Saver) -> bool:
         """Wait until the save that is under way has ended: first for all parts, then for the manifest.

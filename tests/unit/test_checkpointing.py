@@ -284,6 +284,18 @@ def test_it_ends_training_on_all_workers_if_that_is_asked_for(tmp_path: Path, mo
     assert "worker 1: cannot write: No space left on device" in str(ended.errors[0])
 
 
+def test_so_does_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullAtTheEnd(Full):
+        def _write_part(self, captured: Captured, folder: str) -> None:
+            if captured.rank == 1 and captured.step == STEPS:
+                super()._write_part(captured, folder)
+            InlineSaver._write_part(self, captured, folder)
+
+    monkeypatch.setattr(saving, "Saver", FullAtTheEnd)
+    ended = run_toys(2, prepare=into(tmp_path, 100, end_on_error=True))
+    assert {type(error) for error in ended.errors.values()} == {CheckpointError}
+
+
 def test_what_goes_wrong_after_a_checkpoint_is_saved_does_not_count_against_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ checksums are right.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import platform
 from collections.abc import Callable, Sequence
@@ -96,7 +97,8 @@ class Restoring:
         damaged: dict[str, str] = {}
         while True:
             began = self._mono()
-            found = comm.broadcast_object(_found(store, damaged) if group.rank == 0 else None, 0, "checkpoint")
+            looked = _found(store, damaged, self._passed_over) if group.rank == 0 else None
+            found = comm.broadcast_object(looked, 0, "checkpoint")
             if isinstance(found, CheckpointError):
                 raise found
             if found is None:
@@ -109,9 +111,13 @@ class Restoring:
                     log.warning("horovod_ft: restored step %d from %s/%s", found.step, store.url, found.folder)
                 return Restored(found.step, values)
             damaged[found.folder] = problem
-            self._bus.emit("warning", text=f"the checkpoint {found.folder} cannot be used: {problem}")
-            if group.rank == 0:
-                log.warning("horovod_ft: the checkpoint %s/%s cannot be used: %s", store.url, found.folder, problem)
+            self._passed_over(found.folder, problem)
+
+    def _passed_over(self, folder: str, problem: str) -> None:
+        """Put it on record; worker 0 says it."""
+        self._bus.emit("warning", text=f"the checkpoint {folder} cannot be used: {problem}")
+        if self._membership.group.rank == 0:
+            log.warning("horovod_ft: the checkpoint %s cannot be used: %s", folder, problem)
 
     def _read(self, store: CheckpointStore, manifest: Manifest, generation: int) -> tuple[Any, str]:
         """Read one checkpoint. Returns its values, and why it cannot be used after all, if so: the same everywhere."""
@@ -178,10 +184,22 @@ class Run:
         """``host`` is the memory itself."""
 
 
-def _found(store: CheckpointStore, damaged: dict[str, str]) -> Manifest | CheckpointError | None:
-    """The newest checkpoint that can be used; None if there is none at all; or the error that all workers raise."""
+def _found(
+    store: CheckpointStore, damaged: dict[str, str], tell: Callable[[str, str], None]
+) -> Manifest | CheckpointError | None:
+    """The newest checkpoint that can be used; None if there is none at all; or the error that all workers raise.
+
+    Args:
+        damaged: those that reading has found to be so; others that cannot be used are added.
+        tell: told of those that are added, and why.
+    """
     try:
-        return store.newest_valid(damaged=damaged)
+        newest = store.newest_valid(damaged=damaged)
+        for candidate in itertools.takewhile(lambda one: one.folder != newest.folder, store.candidates()):
+            if candidate.status not in (Status.VALID, *NONE_OF_OURS) and candidate.folder not in damaged:
+                damaged[candidate.folder] = candidate.problem
+                tell(candidate.folder, candidate.problem)
+        return newest
     except NoCheckpointError as error:
         return error if damaged else _none_at_all(store, error)  # what is damaged may be in memory in part
     except StorageError as error:

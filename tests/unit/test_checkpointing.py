@@ -464,6 +464,16 @@ def test_what_is_damaged_is_passed_over_whoever_reads_it(tmp_path: Path, size: i
     assert f"the checkpoint {bad} cannot be used" in ended.events(0, "warning")[0].data["text"]
 
 
+def test_what_can_be_seen_to_be_damaged_without_reading_it_is_named_too(tmp_path: Path) -> None:
+    run_first(tmp_path)
+    newest = next(iter(CheckpointStore(tmp_path).candidates())).folder
+    next((tmp_path / newest).glob("shard-*")).unlink()
+    ended = run_toys(2, prepare=into(tmp_path), attempt=1)
+    assert told(ended, "restored", "to") == {2}
+    (warned,) = ended.events(0, "warning")
+    assert warned.data["text"].startswith(f"the checkpoint {newest} cannot be used: shard-0000")
+
+
 def test_if_none_can_be_used_the_error_lists_them_all_and_why(tmp_path: Path) -> None:
     run_first(tmp_path)
     bad = [spoil(tmp_path, nth) for nth in range(len(saved(tmp_path)))]

@@ -24,6 +24,7 @@ from horovod_ft.checkpoint.store import CheckpointStore
 from horovod_ft.errors import TRY_AGAIN, CheckpointError, ConfigurationError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
+from horovod_ft.healing import heal_if_due
 from horovod_ft.membership.base import Membership
 from horovod_ft.open_step import OpenStep
 from horovod_ft.policies.checkpoint_restart import CheckpointRestart, as_often_as
@@ -267,12 +268,14 @@ class Saving:
 
         Raises:
             CheckpointError: it could not be saved, and training is to end then; on all workers.
+            DivergenceError: replicas differ, and no majority has the same; on all workers.
         """
         if self._saver is None:
             return
         ended, step = self._drain(self._saver), self._committer.frontier.step
         if self._agreed_newest(self._saver) != step:
             if ended:
+                heal_if_due(self._membership, self._trainee, self._committer, self._bus, also=True)
                 self._save(self._saver)
                 self._drain(self._saver)
             else:

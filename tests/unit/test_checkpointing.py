@@ -238,6 +238,24 @@ def test_nor_does_another_run_of_the_same_state(tmp_path: Path, monkeypatch: pyt
     assert captured == [[]]
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_so_they_are_before_the_last_state_is_saved(tmp_path: Path, preempted: bool) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, 100, keep_last=None)(toy)
+        toy.guarded = ReplicaGuard(100)
+
+        def spoil(deal: Deal) -> None:
+            if toy.steps == STEPS - 2 and toy.membership.index == 1:
+                toy.weights[0, 1] += 1  # in its part of a checkpoint
+            if toy.steps == STEPS - 2 and preempted:
+                toy.membership.preempt()
+
+        toy.before_step = spoil
+
+    run_toys(3, prepare=prepare)
+    check_like_no_failure(run_toys(3, prepare=into(tmp_path), attempt=1))
+
+
 # --- errors --------------------------------------------------------------------------------------------------------
 
 

@@ -442,7 +442,7 @@ class Toy:
         return self.guarded
 
     def digest(self) -> int:
-        return int.from_bytes(self.weights.tobytes()[:16], "little") % 2**64
+        return int.from_bytes(self.weights.tobytes(), "little") % (2**61 - 1)
 
     def finite(self) -> bool:
         return self.sane

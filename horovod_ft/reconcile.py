@@ -234,18 +234,26 @@ class Reconciler:
         return agreement
 
     def _to_copy(self, agreement: Agreement, since: int) -> Agreement:
+        self._saving.going_back()
         durable = -1 if agreement.durable is None else agreement.durable[0]
-        in_memory = bool(agreement.copies) and agreement.copies[0].step >= durable
-        restored = None if in_memory or self._saving.store is None else self._from_store(agreement)
+        copy = agreement.copies[0].step if agreement.copies else -1
+        in_memory = bool(agreement.copies) and copy >= durable
+        restored = None if in_memory or self._saving.store is None else self._from_store(agreement, copy)
         if restored is None:
-            return go_back(self._membership, agreement, since, self._trainee, self._committer, self._bus)
+            gone = go_back(self._membership, agreement, since, self._trainee, self._committer, self._bus)
+            self._saving.went_back(gone.frontier.step)
+            return gone
         told_went_back(self._bus, restored.frontier.step, since)
         return restored
 
-    def _from_store(self, agreement: Agreement) -> Agreement | None:
-        """All have the newest durable checkpoint. Returns the agreement on that; None if there is none."""
+    def _from_store(self, agreement: Agreement, newer_than: int = -1) -> Agreement | None:
+        """All have the newest durable checkpoint. Returns the agreement on that; None if there is none.
+
+        Args:
+            newer_than: step of a copy in memory, that will do as well.
+        """
         assert self._saving.store is not None
-        restored: Restored | None = self._restoring.newest(self._saving.store, agreement.generation)
+        restored: Restored | None = self._restoring.newest(self._saving.store, agreement.generation, newer_than)
         if restored is None:
             if not agreement.holders and not agreement.copies:
                 raise JobLostError(

@@ -183,27 +183,27 @@ class Engine:
             HostsChanged: workers come or go; on all workers at once.
         """
         self._open.commit(self.membership.group)
+        heard = self._asked()
         if self._steps.running:
-            heal_if_due(self.membership, self._trainee, self.committer, self._bus)
+            heal_if_due(self.membership, self._trainee, self.committer, self._bus, also=Heard.SAVE in heard)
         self._open.begin_by_hand()
-        if Heard.CHANGED in self._asked(committed=True):
+        if self._steps.running:
+            self._saving.committed(heard)
+        if Heard.CHANGED in heard:
             raise HostsChanged
 
     def check_for_changes(self) -> None:
         """Like ``commit_explicitly``, without the commit: if workers come or go, all go back to the last one."""
-        if Heard.CHANGED in self._asked(committed=False):
+        if Heard.CHANGED in self._asked():
             raise HostsChanged
 
-    def _asked(self, *, committed: bool) -> Heard:
+    def _asked(self) -> Heard:
         """What the workers have to say now. Blocks for one small collective."""
         if not self._steps.running:
             return Heard.NOTHING
         heard = self._changes.heard() & Heard.CHANGED  # a question that ``step`` has left open
         self._changes.ask(self.committer.frontier.step)
-        heard |= self._changes.heard()
-        if committed:
-            self._saving.committed(heard)
-        return heard
+        return heard | self._changes.heard()
 
     # --- scripts that go by steps ----------------------------------------------------------------------------------
 

@@ -77,14 +77,17 @@ class Restoring:
         self._injector = injector
         self._mono = mono
 
-    def newest(self, store: CheckpointStore, generation: int) -> Restored | None:
+    def newest(self, store: CheckpointStore, generation: int, newer_than: int = -1) -> Restored | None:
         """Restore the newest valid checkpoint. Blocks; all workers of the group call it.
 
         Args:
             generation: of the group.
+            newer_than: step of a copy in memory; -1 if there is none. Only newer checkpoints are of use then, and no
+                error is raised.
 
         Returns:
-            what was restored; None if the store holds no checkpoint, valid or not. Nothing has changed then.
+            what was restored; None if the store holds no checkpoint, valid or not: nothing has changed then; or no
+            valid one that is newer, while what was in memory may be gone.
 
         Raises:
             NoCheckpointError: there are checkpoints, or were when this began, and none of them can be used; lists all,
@@ -99,9 +102,9 @@ class Restoring:
             began = self._mono()
             looked = _found(store, damaged, self._passed_over) if group.rank == 0 else None
             found = comm.broadcast_object(looked, 0, "checkpoint")
-            if isinstance(found, CheckpointError):
+            if isinstance(found, CheckpointError) and newer_than < 0:
                 raise found
-            if found is None:
+            if not isinstance(found, Manifest) or found.step <= newer_than:
                 return None
             values, problem = self._read(store, found, generation)
             if not problem:
@@ -128,9 +131,9 @@ class Restoring:
             return None, _why([error])
         durable = self._trainee.ft_durable()
         assert durable is not None
-        self._committer.torn = True
         tensors = _opened(durable, values, manifest)
         check_fits(manifest.tensors, [tensor.spec for tensor in tensors])
+        self._committer.torn = True
         apart = len(set(comm.allgather_object(here(), "hosts"))) > 1
         mine = store.plan_read(manifest, group.rank, group.size) if apart else list(range(manifest.size))
         local, error = _attempt(self._read_shards, store, manifest, mine, tensors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ from horovod_ft.checkpoint import values
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.checkpoint.partition import plan
 from horovod_ft.checkpoint.saver import Captured, SaveEnded, Saver
-from horovod_ft.checkpoint.schedule import History, Schedule
+from horovod_ft.checkpoint.schedule import History, Schedule, parse_every
 from horovod_ft.checkpoint.store import CheckpointStore
 from horovod_ft.errors import TRY_AGAIN, CheckpointError, ConfigurationError
 from horovod_ft.events import EventBus
@@ -69,10 +70,11 @@ class Saving:
         self._schedule = Schedule(step=0, now=mono())
         self._processes: tuple[int, ...] = ()
         self._known: tuple[int, float] | None = None
+        self._void_until = -math.inf
         self._first = False
         self._told_busy = False
         self._fatal: str | None = None
-        self._lacking = False
+        self._lacking = self._said_lacking = False
 
     # --- the beginning -----------------------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ class Saving:
                 )
             self.store = self._saver = self._options = None
             return
-        if restart is not None and options.every not in (None, restart.every):
+        if restart is not None and _differ(options, restart):
             raise ConfigurationError(
                 f"{options!r} and {restart!r} say differently when checkpoints are saved: leave one of them out"
             )
@@ -129,7 +131,7 @@ class Saving:
                 said |= Heard.BUSY
             if self._lacking:
                 said |= Heard.FAILED
-                self._lacking = False
+                self._said_lacking = True
         return said
 
     def committed(self, heard: Heard) -> None:
@@ -139,9 +141,11 @@ class Saving:
             CheckpointError: a checkpoint could not be saved, and training is to end then; on all workers.
             SystemExit: the job is about to be ended from outside, and the last checkpoint is saved; on all workers.
         """
-        self._report()
         if Heard.FAILED in heard and self._saver is not None:
             self._saver.broken()  # nobody need wait for that part
+            self._lacking &= not self._said_lacking
+        self._said_lacking = False
+        self._report()
         if Heard.END in heard:
             self._end()
         elif Heard.SAVE in heard and Heard.BUSY in heard:
@@ -158,6 +162,31 @@ class Saving:
     def failed(self) -> None:
         """A failure was met, whichever way it is recovered."""
         self._schedule.failed()
+
+    def going_back(self) -> None:
+        """All workers are about to go back: what is not durable by now never will be. Blocks for one small collective.
+
+        Else a state that was given up would come back with the next failure.
+        """
+        if self._saver is None:
+            return
+        error: CheckpointError | None = None
+        for saver in (self._before, self._saver):
+            try:
+                if saver is not None:
+                    saver.drop(self._timeout_s / 2)
+            except CheckpointError as caught:
+                error = caught
+        found = [one for one in self._membership.comm.allgather_object(error, "dropped") if one is not None]
+        if found:
+            raise found[0]
+
+    def went_back(self, step: int) -> None:
+        """Training goes on from a copy in memory."""
+        now, newest = self._mono(), self.newest
+        self._schedule.restored(step, now)
+        if newest is not None and newest[0] > step:  # it was passed over
+            self._known, self._void_until = None, now
 
     def restored(self, step: int, shared: Any) -> None:
         """Training goes on from a checkpoint."""
@@ -178,7 +207,7 @@ class Saving:
         """
         found = self._known
         saved = None if self._saver is None else self._saver.newest
-        if saved is not None and (found is None or saved[1] >= found[1]):
+        if saved is not None and saved[1] >= (self._void_until if found is None else found[1]):
             found = saved
         return None if found is None else (found[0], self._mono() - found[1])
 
@@ -299,9 +328,11 @@ class Saving:
         return not any(comm.allgather_object(self._busy, "durable"))
 
     def _wait(self, saver: Saver) -> None:
-        if self._before is not None:
-            self._before.wait(self._timeout_s)
-        saver.wait(self._timeout_s)
+        """For half of the time that the others, who are through with theirs, wait in a collective."""
+        until = self._mono() + self._timeout_s / 2
+        for one in (self._before, saver):
+            if one is not None:
+                one.wait(max(0.0, until - self._mono()))
 
     def _agreed_newest(self, saver: Saver) -> int:
         newest = self.newest
@@ -315,6 +346,11 @@ class Saving:
             if self._before is None or not self._before.busy:  # else this run has saved nothing
                 self._before = self._saver
         self.store = self._saver = self._options = None
+
+
+def _differ(options: Checkpoints, restart: CheckpointRestart) -> bool:
+    """Whether both say when to save, and not the same."""
+    return options.every is not None and parse_every(options.every) != parse_every(restart.every)
 
 
 def _record(ended: SaveEnded) -> dict[str, Any]:

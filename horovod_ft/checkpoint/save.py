@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ class SaveEnded:
         seconds: since it was submitted.
         nbytes: written by this worker.
         committed: the manifest is in place. If not, and there is no error, this worker stopped looking for it, because
-            a newer save began or the saver was closed.
+            a newer save began or the saver was closed; or the save was dropped.
         error: what went wrong. A save that is committed may have one too: older ones could not be cleared away.
         written: this worker's part is, so that the others need not wait in vain.
     """
@@ -117,6 +118,8 @@ class Links:
         pause: waits for so many seconds, or less when there is something to hear.
         broke: when, by ``mono``, the group of the save broke; None if it did not.
         leave: nobody waits for the outcome any more.
+        dropped: the save is not wanted any more.
+        placing: held while the manifest is put in place: a save is dropped before that, or durable.
         free: told once this worker's part is written, and on rank 0 the manifest; its memory is not needed any more.
         durable: told when the manifest is seen to be in place.
     """
@@ -124,8 +127,14 @@ class Links:
     pause: Callable[[float], None]
     broke: Callable[[], float | None]
     leave: Callable[[], bool]
+    dropped: Callable[[], bool]
+    placing: AbstractContextManager[Any]
     free: Callable[[], None]
     durable: Callable[[], None]
+
+
+class Dropped(Exception):  # noqa: N818  a signal, no error
+    """Training has gone back to before what is being saved."""
 
 
 class Save:
@@ -156,6 +165,8 @@ class Save:
             else:
                 self._links.free()
                 self._watch()
+        except Dropped:
+            self._delete()
         except BaseException as caught:
             self._failed(caught)
             error = without_frames(caught)
@@ -185,14 +196,18 @@ class Save:
         all_of_it, store = self._captured, self._store
         values = store.write_values(self._folder, all_of_it.shared)
         self._nbytes += values.nbytes
-        self._until(self._missing_parts, leave=lambda: False)
+        if not self._until(self._missing_parts, leave=self._links.dropped):
+            raise Dropped
         told = [store.written(self._folder, rank, all_of_it.size) for rank in range(all_of_it.size)]
         self._at("save_manifest")
-        store.commit(
-            self._folder, all_of_it.specs, [shard for shard, _ in told], [document for _, document in told], values,
-            generation=all_of_it.generation, versions=all_of_it.versions,
-        )  # fmt: skip
-        self._durable()
+        with self._links.placing:
+            if self._links.dropped():
+                raise Dropped
+            store.commit(
+                self._folder, all_of_it.specs, [shard for shard, _ in told], [document for _, document in told], values,
+                generation=all_of_it.generation, versions=all_of_it.versions,
+            )  # fmt: skip
+            self._durable()
         self._links.free()
 
     def _clear_up(self) -> None:
@@ -258,10 +273,13 @@ class Save:
         else:
             log.warning("horovod_ft: step %d %s: %s", self._captured.step, told, error, exc_info=error)
         if self._captured.rank == 0 and not self._committed:
-            try:
-                self._store.delete(self._folder)
-            except Exception as left:
-                log.info("what is left of %s stays until it is pruned: %s", self._folder, left)
+            self._delete()
+
+    def _delete(self) -> None:
+        try:
+            self._store.delete(self._folder)
+        except Exception as left:
+            log.info("what is left of %s stays until it is pruned: %s", self._folder, left)
 
     def _at(self, phase: Phase) -> None:
         self._means.at(phase, self._captured.step)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from horovod_ft.checkpoint.retention import Retention
 from horovod_ft.checkpoint.save import Captured, Links, Means, Save, SaveEnded
 from horovod_ft.checkpoint.store import CheckpointStore
-from horovod_ft.errors import UsageError
+from horovod_ft.errors import CheckpointError, UsageError
 from horovod_ft.faults.plan import Phase
 
 __all__ = ["Captured", "SaveEnded", "Saver"]
@@ -34,7 +34,7 @@ def start_thread(run: Callable[[], None]) -> None:
 
 
 class Saver:
-    """One worker's saves. All methods are called by the training thread; none but ``wait`` blocks.
+    """One worker's saves. All methods are called by the training thread; none but ``wait`` and ``drop`` blocks.
 
     Args:
         retention: what stays after each save, cleared up by rank 0; None to delete nothing.
@@ -69,6 +69,8 @@ class Saver:
         self._next: tuple[Captured, float] | None = None
         self._writing: Captured | None = None
         self._running: Captured | None = None
+        self._dropped: Captured | None = None
+        self._placing = threading.Lock()
         self._broke: float | None = None
         self._newest: tuple[int, float] | None = None
         self._ended: deque[SaveEnded] = deque(maxlen=REMEMBERED)
@@ -124,6 +126,23 @@ class Saver:
                 self._broke = self._means.mono()
             self._tell()
 
+    def drop(self, timeout_s: float) -> None:
+        """Training goes back to an earlier state: what is being saved does not become durable any more.
+
+        Blocks while a manifest is being put in place, for that time at most; that save is durable then.
+
+        Raises:
+            CheckpointError: it takes longer.
+        """
+        if not self._placing.acquire(timeout=timeout_s):
+            raise CheckpointError(f"waited {timeout_s:g} s for the manifest of a checkpoint to be put in place")
+        try:
+            with self._changed:
+                self._dropped = self._writing or self._running
+                self._tell()
+        finally:
+            self._placing.release()
+
     def wait(self, timeout_s: float) -> bool:
         """Block until nothing is being written here, and on rank 0 nothing cleared up any more.
 
@@ -168,8 +187,8 @@ class Saver:
             (captured, began), self._next = self._next, None
             self._running = captured
         links = Links(
-            self._pause, lambda: self._broke, self._left, lambda: self._free(captured),
-            lambda: self._durable(captured.step, began),
+            self._pause, lambda: self._broke, self._left, lambda: self._dropped is captured, self._placing,
+            lambda: self._free(captured), lambda: self._durable(captured.step, began),
         )  # fmt: skip
         ended = Save(captured, began, self._means, links).run()
         with self._changed:

@@ -102,8 +102,10 @@ def run(
     Our options come first. Everything from the first argument that is not one of them goes to horovodrun as it is:
     `horovod-ft run --restarts 3 -np 4 --min-np 2 -H a:2,b:2 python train.py`
 
-    **A restarted job begins from the start unless the script restores something itself.** Its workers find the number
-    of the attempt in `HOROVOD_FT_ATTEMPT`: 0 at first, then 1. It begins as soon as `--min-np` slots are there.
+    **A restarted job goes on from its newest checkpoint** if it saves any: `elastic.run(checkpoint=...)` or
+    `HOROVOD_FT_CHECKPOINT`. Else it begins from the start, unless the script restores something itself. Its workers
+    find the number of the attempt in `HOROVOD_FT_ATTEMPT`: 0 at first, then 1. It begins as soon as `--min-np` slots
+    are there.
 
     **Mended**: the rendezvous server takes the connections of many workers at once, so that `hvd.init()` does not wait
     for seconds with 8 workers or more; a worker that ends well is not reported with "status code None"; an elastic job

@@ -63,6 +63,9 @@ class InlineSaver:
         """Nothing is under way, but it is counted."""
         self.breaks += 1
 
+    def drop(self, timeout_s: float) -> None:
+        """Nothing is under way."""
+
     def wait(self, timeout_s: float) -> bool:
         return True
 

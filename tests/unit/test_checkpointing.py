@@ -368,8 +368,9 @@ def test_a_policy_that_needs_checkpoints_needs_a_place_for_them() -> None:
     assert "needs a place for checkpoints" in str(ended.errors[0])
 
 
-def test_one_place_says_how_often(tmp_path: Path) -> None:
-    ended = run_toys(1, prepare=into(tmp_path, 3), policy=lambda index: CheckpointRestart(4))
+@pytest.mark.parametrize("every", [4, 3.0])
+def test_one_place_says_how_often(tmp_path: Path, every: float) -> None:
+    ended = run_toys(1, prepare=into(tmp_path, 3), policy=lambda index: CheckpointRestart(every))
     assert "leave one of them out" in str(ended.errors[0])
 
 
@@ -637,6 +638,78 @@ def test_a_checkpoint_that_was_passed_over_does_not_stand_for_the_last_one(tmp_p
     assert CheckpointStore(tmp_path).newest_valid(Level.FULL).step == 6
 
 
+@pytest.mark.parametrize("spoilt", [1, 3])
+def test_a_copy_in_memory_does_where_newer_checkpoints_are_damaged(tmp_path: Path, spoilt: int) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, None, keep_last=None)(toy)
+        toy.keep_copies(3)
+
+        def damage(deal: Deal) -> None:
+            if toy.steps == 4 and toy.membership.index == 0:
+                for nth in range(spoilt):
+                    spoil(tmp_path, nth)
+
+        toy.before_step = damage
+
+    broken = [Breakage(1, "gradient.0", 5, dies=False)]
+    ended = run_toys(2, broken, prepare=prepare, policy=lambda index: CheckpointRestart(2))
+    check_like_no_failure(ended)
+    assert told(ended, "restarted", "to") == {3}
+
+
+class LateSaver(InlineSaver):
+    """Puts the manifest of step 6 in place when ``late`` says so."""
+
+    def __init__(self, store: CheckpointStore, **more: Any) -> None:
+        super().__init__(store, **more)
+        self.held: Captured | None = None
+
+    def submit(self, captured: Captured) -> None:
+        if captured.step == 6 and captured.rank == 0 and self.held is None:
+            self.held = captured
+            self._write_part(captured, captured.folder)
+        else:
+            super().submit(captured)
+
+    def drop(self, timeout_s: float) -> None:
+        self.held = None
+
+    def late(self) -> None:
+        if self.held is not None:
+            self._commit(self.held, self.held.folder)
+
+
+def test_what_was_not_durable_when_training_went_back_never_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next failure would bring back a state that was given up."""
+    savers: list[LateSaver] = []
+
+    def made(store: CheckpointStore, **more: Any) -> LateSaver:
+        savers.append(LateSaver(store, **more))
+        return savers[-1]
+
+    monkeypatch.setattr(saving, "Saver", made)
+
+    def prepare(toy: Toy) -> None:
+        into(tmp_path / "run", None, keep_last=None)(toy)
+        reached: list[int] = []
+
+        def finish_late(deal: Deal) -> None:
+            reached.append(toy.steps)
+            if toy.steps == 4 and 6 in reached:
+                for saver in savers:
+                    saver.late()
+
+        toy.before_step = finish_late
+
+    job = Job(ledger=tmp_path / "ledger")
+    broken = [Breakage(1, "gradient.0", nth, dies=False) for nth in (7, 8)]
+    ended = run_toys(2, broken, job, prepare=prepare, policy=lambda index: CheckpointRestart(2))
+    check_like_no_failure(ended, job)
+    assert told(ended, "restarted", "to") == {4}
+
+
 # --- nobody has a whole state --------------------------------------------------------------------------------------
 
 
@@ -719,7 +792,7 @@ DEATHS = st.lists(
     st.tuples(
         st.integers(0, 3),
         st.sampled_from(["gradient.0", "changed", "standing", "decision of the recovery policy", "checkpoint", "values",
-                         "hosts", "restored", "transfer.0", "finish", "written", "durable", "newest"]),
+                         "hosts", "dropped", "restored", "transfer.0", "finish", "written", "durable", "newest"]),
         st.integers(1, 8),
         st.booleans(),
     ),

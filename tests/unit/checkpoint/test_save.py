@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import weakref
@@ -43,6 +44,7 @@ class Around:
         self.strikes = ""
         self.broke: float | None = None
         self.leave = False
+        self.dropped = False
         self.retention: Retention | None = None
 
     def pause(self, seconds: float) -> None:
@@ -61,8 +63,8 @@ class Around:
     def run(self, part: Captured) -> SaveEnded:
         means = Means(self.store, self.retention, self.at, lambda: self.now, lambda: 1e9 + self.now, 60.0, 5.0)
         links = Links(
-            self.pause, lambda: self.broke, lambda: self.leave, lambda: self.told.append("free"),
-            lambda: self.told.append("durable"),
+            self.pause, lambda: self.broke, lambda: self.leave, lambda: self.dropped, contextlib.nullcontext(),
+            lambda: self.told.append("free"), lambda: self.told.append("durable"),
         )  # fmt: skip
         return Save(part, 0.0, means, links).run()
 
@@ -81,6 +83,24 @@ def around(tmp_path: Path) -> Around:
 
 def found(store: CheckpointStore) -> list[int]:
     return [one.step for one in store.candidates(Level.FULL) if one.usable]
+
+
+# --- a save that is not wanted any more ----------------------------------------------------------------------------
+
+
+def test_a_save_that_was_dropped_puts_no_manifest_in_place_and_leaves_nothing(around: Around) -> None:
+    around.others()
+    around.dropped = True
+    ended = around.run(captured(7, 0, 2))
+    assert (ended.committed, ended.error) == (False, None)
+    assert list(around.store.candidates()) == []
+
+
+def test_it_waits_for_nobody(around: Around) -> None:
+    around.happens = [(1.0, lambda: setattr(around, "dropped", True))]
+    ended = around.run(captured(7, 0, 2))
+    assert (ended.committed, ended.error) == (False, None)
+    assert around.now < 3.0
 
 
 # --- a save that goes well -----------------------------------------------------------------------------------------

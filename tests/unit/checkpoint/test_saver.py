@@ -16,7 +16,7 @@ from horovod_ft.checkpoint.inspection import Level
 from horovod_ft.checkpoint.local import LocalStorage
 from horovod_ft.checkpoint.saver import SaveEnded, Saver
 from horovod_ft.checkpoint.store import CheckpointStore
-from horovod_ft.errors import StorageError, UsageError
+from horovod_ft.errors import CheckpointError, StorageError, UsageError
 from tests.unit.checkpoint.made import blank, captured, content, tensors
 
 BOUND_S = 30.0
@@ -198,6 +198,50 @@ def test_endings_that_nobody_asks_for_do_not_pile_up(tmp_path: Path, make: Calla
         assert saver.wait(BOUND_S)
     assert [ended.step for ended in saver.endings()] == list(range(3, saving.REMEMBERED + 3))
     assert saver.endings() == []
+
+
+def test_what_is_dropped_before_its_manifest_never_becomes_durable(
+    store: CheckpointStore, make: Callable[..., Saver]
+) -> None:
+    gate, saver = Gate(), make()
+    saver.submit(captured(7, ready=gate))
+    assert gate.reached.wait(BOUND_S)
+    saver.drop(BOUND_S)
+    gate.open.set()
+    assert [(one.committed, one.error) for one in closed(saver)] == [(False, None)]
+    assert list(store.candidates()) == []
+
+
+def test_a_save_after_that_is_another_one(make: Callable[..., Saver]) -> None:
+    gate, saver = Gate(), make()
+    saver.submit(captured(7, ready=gate))
+    assert gate.reached.wait(BOUND_S)
+    saver.drop(BOUND_S)
+    gate.open.set()
+    assert saver.wait(BOUND_S)
+    saver.submit(captured(8))
+    assert [one.committed for one in closed(saver)] == [False, True]
+
+
+def test_dropping_waits_for_a_manifest_that_is_being_put_in_place(
+    store: CheckpointStore, make: Callable[..., Saver]
+) -> None:
+    """It has a bound. The save is durable then."""
+    gate, commit = Gate(), CheckpointStore.commit
+
+    class Slow(CheckpointStore):
+        def commit(self, *given: object, **more: object) -> object:  # type: ignore[override]
+            gate()
+            return commit(self, *given, **more)  # type: ignore[arg-type]
+
+    saver = make(Slow(store.url))
+    saver.submit(captured(7))
+    assert gate.reached.wait(BOUND_S)
+    with pytest.raises(CheckpointError, match="manifest"):
+        saver.drop(0.0)
+    gate.open.set()
+    saver.drop(BOUND_S)
+    assert saver.newest is not None
 
 
 def test_a_closed_saver_ends_what_it_has_and_takes_no_more(make: Callable[..., Saver]) -> None:

@@ -124,7 +124,9 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         dataset = self._data if self._data is not None else dataset_of(iterator)
         check_data(dataset, iterator)
         self._states = CallbackStates(callbacks)
-        state = TensorFlowState(model=self.model, dataset=dataset, epoch=0, batch=0, callbacks=self._states)
+        state = TensorFlowState(
+            model=self.model, dataset=dataset, epoch=0, batch=0, told=0, logs={}, callbacks=self._states
+        )
         self._state = state
         probes = FaultProbes(runtime.injector, lambda: state.steps + 1)
         stages = Stages(self.model, state.ft_metrics, stopped=runtime.binding.stopped, probes=probes)
@@ -153,6 +155,11 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
             self.model._initial_epoch = state.epoch
         iterator._enumerate_iterator = lambda: feed.executions(plain_iterator)
         self.model.train_function = lambda taken: taken.train() if taken is feed else plain_function(taken)
+
+    def ft_epoch_end(self, epoch: int, logs: Any) -> None:
+        """An epoch has ended, and no callback knows yet: let all workers have the same logs. Blocks."""
+        if self._feed is not None:
+            self._feed.agree(epoch, logs)
 
     def ft_end(self) -> None:
         """``fit`` has come to its end: wait for all other workers. Blocks. No callback knows yet."""

@@ -108,7 +108,8 @@ class Feed:
     """The batches of one ``fit``.
 
     Args:
-        state: with ``epoch`` and ``batch``, the position in the data, which move with the steps.
+        state: with ``epoch`` and ``batch``, the position in the data, which move with the steps; and with ``logs``,
+            those that were agreed on last, and ``told``, one more than the epoch that they are of.
         model: that is trained.
         source: of batches.
         length: batches in a call of the training function, at most.
@@ -163,6 +164,42 @@ class Feed:
             raise StopIteration
         return self._logs if self._logs is not None else dict(self._model.get_metrics_result())
 
+    def agree(self, epoch: int, logs: Any) -> None:
+        """Let logs of an epoch that are not those of all workers yet, such as of a validation, become their mean.
+
+        Blocks. Weighted by the samples that each worker has validated on. It is a step of its own, without a batch: a
+        worker that fails in it while others do not gets what they have.
+
+        Args:
+            logs: of this worker; changed in place. The same names on all workers.
+        """
+        names = sorted(name for name, value in (logs or {}).items() if _is_number(value) and name not in self._merged())
+        if not names:
+            return
+        state = self._state
+        mine = [float(logs[name]) for name in names]
+        while state.told <= epoch:
+            try:
+                state.engine.begin()
+                with state.step():
+                    state.logs = dict(zip(names, self._mean(mine), strict=True))
+                    state.told = epoch + 1
+            except Restarted:
+                state.engine.enter()
+                self.catch_up()
+        logs.update({name: state.logs.get(name, value) for name, value in zip(names, mine, strict=True)})
+
+    def _merged(self) -> Any:
+        """Names of logs that are those of all workers."""
+        return self._model.get_metrics_result().keys()
+
+    def _mean(self, values: list[float]) -> list[float]:
+        tracker = self._model._loss_tracker
+        count = 1.0 if tracker is None else max(float(tracker.count), 1e-9)
+        weighted = np.array([count, *(count * value for value in values)], np.float64)
+        total, *sums = current().binding.total(weighted, "logs of an epoch").tolist()
+        return [value / total for value in sums]
+
     def catch_up(self) -> None:
         """Train until training is where it was before it has gone back."""
         self._advance(self._reached)
@@ -200,6 +237,10 @@ class Feed:
             self._model.reset_metrics()
         for rate, value in zip(rates_of(self._model.optimizer), self._rates.get(epoch, ()), strict=False):
             rate.assign(value)
+
+
+def _is_number(value: Any) -> bool:
+    return getattr(value, "ndim", 0) == 0 and not isinstance(value, str | dict | list | tuple | None)
 
 
 def as_tensors(batch: Any) -> Any:

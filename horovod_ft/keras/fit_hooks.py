@@ -1,7 +1,8 @@
 """The places in Keras's ``fit`` that have to know of fault tolerance. For every other ``fit`` Keras does what it did.
 
 - Which epoch iterator a ``fit`` goes by is known to ``fit`` alone: it is remembered when it is made.
-- A callback has to act before training begins for all others, and after that: a list of callbacks calls it there.
+- A callback has to act before training begins for all others, and after that; and at the end of an epoch, and of
+  training, before all others: a list of callbacks calls it there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def install() -> None:
         return
     TFEpochIterator.__init__ = _remembering(TFEpochIterator.__init__)
     CallbackList.on_train_begin = _beginning(CallbackList.on_train_begin)
+    CallbackList.on_epoch_end = _ending_epoch(CallbackList.on_epoch_end)
     CallbackList.on_train_end = _ending(CallbackList.on_train_end)
 
 
@@ -60,6 +62,16 @@ def _beginning(plain: Callable[..., None]) -> Callable[..., None]:
             guard.ft_begin(self.callbacks)
 
     return on_train_begin
+
+
+def _ending_epoch(plain: Callable[..., None]) -> Callable[..., None]:
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        guard = _guard_of(self)
+        if guard is not None:
+            guard.ft_epoch_end(epoch, logs)
+        plain(self, epoch, logs)
+
+    return on_epoch_end
 
 
 def _ending(plain: Callable[..., None]) -> Callable[..., None]:

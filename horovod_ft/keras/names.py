@@ -1,7 +1,8 @@
 """Stable names for what workers reduce and broadcast: made from the paths of variables, the same on all workers.
 
-Keras numbers models and layers as a process makes them (``sequential_2/dense_5/kernel``), and a worker that has joined
-late has made fewer. So the numbers are left out, and names that are equal then are told apart by their order.
+Keras numbers models and layers as a process makes them (``sequential_2/dense_5/kernel``), an optimizer takes that into
+the names of its variables (``sgd/sequential_2_dense_5_kernel_momentum``), and a worker that has joined late has made
+fewer. So the numbers are left out, and names that are equal then are told apart by their order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 #: What TensorFlow takes in the name of an operation, but for "/": Horovod drops what is before it.
 FORBIDDEN = re.compile(r"[^A-Za-z0-9_.\-]")
-NUMBER = re.compile(r"_\d+(?=/|$)")
+NUMBER = re.compile(r"_\d+(?=[_/]|$)")
 
 
 def name_of(variable: Any) -> str:

@@ -1,0 +1,262 @@
+"""Many a ``model.fit`` in one job, in each of which workers die: ``python -m tests.jobs.keras_fit FOLDER JOB``.
+
+Each worker that is left leaves what it ended with, for each case. One of them also trains alone on whole batches, and
+leaves how far that is apart.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import horovod_ft.keras as hvd
+from horovod_ft.data import BatchSize, EpochOrder
+from horovod_ft.faults.plan import Fault
+from horovod_ft.keras.runtime import current
+from horovod_ft.ledger import Ledger
+from tests.keras_data import Dealt
+
+START_RANK = int(os.environ.get("HOROVOD_RANK", "0"))
+ROWS, GLOBAL, EPOCHS, WORDS = 100, 12, 2, 11
+#: After so many seconds a worker says where it is.
+STUCK_S = 150.0
+Array = np.ndarray[Any, Any]
+
+
+def dense() -> Any:
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)])
+
+
+def own_state() -> Any:
+    """With running statistics and dropout, which each worker has of its own."""
+    layers = [keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
+
+
+def embedding() -> Any:
+    layers = [keras.layers.Embedding(WORDS, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+
+
+def half() -> Any:
+    """In float16 with float32 variables, and a loss scale."""
+    layers = [keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    for one in (*layers, model):
+        one.dtype_policy = keras.DTypePolicy("mixed_float16")
+    return model
+
+
+def momentum() -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def adamw() -> Any:
+    return keras.optimizers.AdamW(0.01, weight_decay=0.01, clipnorm=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, and what goes wrong in it.
+
+    Attributes:
+        faults: entries of a fault plan.
+        killed_in: worker and epoch in whose validation it dies.
+        plain: train on arrays, all workers on the same ones.
+        like_one_process: it ends where one process ends that computes on whole batches.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    model: Callable[[], Any] = dense
+    optimizer: Callable[[], Any] = momentum
+    compiled: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    policy: str = "rollback"
+    killed_in: tuple[int, int] | None = None
+    plain: bool = False
+    like_one_process: bool = True
+    global_batch: int = GLOBAL
+
+
+def kill(worker: int, step: int, phase: Any, after: int = 0) -> Fault:
+    return Fault(phase=phase, worker=worker, step=step, after=after)
+
+
+def arrays_of(case: Case) -> tuple[Array, Array]:
+    drawn = np.random.default_rng(7)
+    words = drawn.integers(0, WORDS, (ROWS, 3)).astype(np.int32)
+    numbers = drawn.normal(size=(ROWS, 6)).astype(np.float32)
+    x = words if case.model is embedding else numbers
+    return x, (numbers[:, :1] * numbers[:, 1:2]).astype(np.float32)
+
+
+class DiesInValidation(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch, self.present = epoch, -1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.present = epoch
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.present == self.epoch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def made(case: Case, optimizer: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    model = case.model()
+    model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **case.compiled)
+    return model
+
+
+def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
+    runtime = current()
+    runtime.ledger = Ledger(folder / f"ledger-{name}", runtime.bus.worker)
+    runtime.injector.waiting = [fault for fault in case.faults if fault.worker == START_RANK]
+    model = made(case, hvd.DistributedOptimizer(case.optimizer(), **case.options))
+    keras.utils.set_random_seed(100 + START_RANK)
+    x, y = arrays_of(case)
+    guard = hvd.elastic.FaultToleranceCallback(policy=case.policy)
+    watch = Watch(guard)
+    callbacks = [guard, watch, keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0)]
+    if case.killed_in is not None and case.killed_in[0] == START_RANK:
+        callbacks.append(DiesInValidation(case.killed_in[1]))
+    data = (x, y) if case.plain else (Dealt(x, y, batch=BatchSize(case.global_batch)),)
+    batch = {"batch_size": case.global_batch, "shuffle": False} if case.plain else {}
+    told = model.fit(*data, epochs=EPOCHS, verbose=0, validation_data=(x[:24], y[:24]), callbacks=callbacks, **batch)
+    return model, {"history": told.history, **watch.seen, "batches": watch.batches}
+
+
+class Watch(keras.callbacks.Callback):  # type: ignore[misc]
+    """What only shows while training runs."""
+
+    def __init__(self, guard: Any) -> None:
+        super().__init__()
+        self.guard = guard
+        self.seen: dict[str, Any] = {}
+        self.batches: list[tuple[int, int]] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append((self.epoch, batch))
+        state = self.guard.state
+        metrics = [float(value.numpy().sum()) for value in state.ft_metrics_values()]
+        traced = state.ft_update.stages.traced
+        self.seen = {"metrics": metrics, "traced": traced, "steps": state.steps}
+
+
+def digest(model: Any) -> str:
+    values = [variable.numpy() for variable in (*model.trainable_variables, *model.optimizer.variables)]
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
+
+
+def alone(case: Case) -> tuple[Any, dict[str, list[float]]]:
+    """The same training by one process, without Horovod and without failures."""
+    model = made(case, case.optimizer())
+    x, y = arrays_of(case)
+    order = EpochOrder(ROWS, shuffle=True, seed=5)
+    told: dict[str, list[float]] = {}
+    rate = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0)
+    history = keras.callbacks.History()
+
+    class EachEpoch(keras.utils.PyDataset):  # type: ignore[misc]
+        epoch = 0
+
+        def __len__(self) -> int:
+            return math.ceil(ROWS / case.global_batch)
+
+        def __getitem__(self, index: int) -> Any:
+            rows = np.arange(ROWS) if case.plain else order(self.epoch)
+            chosen = rows[index * case.global_batch : (index + 1) * case.global_batch]
+            return x[chosen], y[chosen]
+
+    data = EachEpoch(workers=0)
+    tell = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: setattr(data, "epoch", epoch))
+    told = model.fit(
+        data, epochs=EPOCHS, verbose=0, shuffle=False, validation_data=(x[:24], y[:24]), callbacks=[rate, history, tell]
+    ).history
+    return model, told
+
+
+def apart(model: Any, history: dict[str, list[float]], case: Case) -> dict[str, float]:
+    other, told = alone(case)
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    assert history.keys() == told.keys()
+    return {
+        "weights": max(float(np.abs(one - two).max()) for one, two in pairs),
+        "optimizer": max(
+            float(np.abs(one.numpy() - two.numpy()).max())
+            for one, two in zip(model.optimizer.variables, other.optimizer.variables, strict=True)
+        ),
+        "history": max(float(np.abs(np.array(history[key]) - np.array(told[key])).max()) for key in told),
+    }
+
+
+def scaled() -> Any:
+    return keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=64.0)
+
+
+#: By job: the cases that its workers go through, one after the other. Each job begins with workers of its own.
+JOBS: dict[str, dict[str, Case]] = {
+    "moments": {
+        "quiet": Case(),
+        "forward": Case((kill(4, 5, "forward"),)),
+        "allreduce": Case((kill(3, 5, "allreduce", 2),), optimizer=adam),
+        "rank_zero": Case((kill(0, 5, "optimizer"),), optimizer=adamw),
+        "backward": Case((kill(2, 5, "backward"),)),
+    },
+    "epochs": {
+        "last_of_epoch": Case((kill(3, 9, "allreduce", 1),), embedding, adam, {"steps_per_execution": 4}),
+        "validation": Case(killed_in=(2, 0)),
+        "last_validation": Case(killed_in=(0, EPOCHS - 1)),
+    },
+    "kinds": {
+        "two_at_once": Case((kill(4, 4, "allreduce", 1), kill(3, 4, "forward"))),
+        "eagerly": Case((kill(0, 5, "allreduce", 2),), compiled={"run_eagerly": True}),
+        "plain": Case((kill(1, 5, "allreduce", 2),), plain=True),
+    },
+    "models": {
+        "commit": Case((kill(4, 5, "commit"),)),
+        "own_state": Case((kill(3, 5, "allreduce", 3),), own_state, adam, like_one_process=False),
+        "half": Case((kill(2, 5, "allreduce", 2),), half, scaled),
+    },
+}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", message="model.fit.. got data")
+    faulthandler.dump_traceback_later(STUCK_S)
+    folder = Path(sys.argv[1])
+    hvd.init()
+    for name, case in JOBS[sys.argv[2]].items():
+        model, seen = trained(name, case, folder)
+        group = current().group()
+        left = {"digest": digest(model), "size": group.size, **seen}
+        if group.rank == group.size - 1 and case.like_one_process:
+            left["apart"] = apart(model, seen["history"], case)
+        (folder / f"{name}-{START_RANK}.json").write_text(json.dumps(left, default=float))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

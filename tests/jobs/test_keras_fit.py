@@ -1,0 +1,93 @@
+"""Fault tolerance inside ``model.fit``: workers die at named moments, and training ends as if none had."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod_ft.ledger import verify_ledger
+from horovod_ft.testing.local_job import LocalJob
+from tests.jobs.harness import HERE, LAUNCHER
+
+pytestmark = pytest.mark.job
+
+Left = dict[str, dict[str, Any]]
+EPOCHS, BATCHES = 2, 9
+#: Workers that each job begins with, and how many are left after each of its cases.
+JOBS: dict[str, tuple[int, dict[str, int]]] = {
+    "moments": (5, {"quiet": 5, "forward": 4, "allreduce": 3, "rank_zero": 2, "backward": 1}),
+    "epochs": (4, {"last_of_epoch": 3, "validation": 2, "last_validation": 1}),
+    "kinds": (5, {"two_at_once": 3, "eagerly": 2, "plain": 1}),
+    "models": (5, {"commit": 4, "own_state": 3, "half": 2}),
+}
+CASES = [(job, case) for job, (_, cases) in JOBS.items() for case in cases]
+#: With statistics and dropout of their own, workers do not end where one process does.
+ALIKE = [(job, case) for job, case in CASES if case != "own_state"]
+COARSE = {"half": 5e-3}
+_ran: dict[str, Path] = {}
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the workers of a job have left something. Each job runs once."""
+    job = request.node.callspec.params["job"]
+    if job not in _ran:
+        _ran[job] = run(tmp_path_factory.mktemp(job), job)
+    return _ran[job]
+
+
+def run(folder: Path, job: str) -> Path:
+    env = {"PYTHONPATH": str(HERE.parent.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.jobs.keras_fit", str(folder), job]
+    with LocalJob(command, JOBS[job][0], folder, env=env, launcher=LAUNCHER) as running:
+        finished = running.wait(220.0)
+    assert finished.returncode == 0, finished.output[-6000:]
+    return folder
+
+
+def left_by(folder: Path, case: str) -> Left:
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob(f"{case}-*.json")}
+
+
+@pytest.mark.parametrize(("job", "case"), CASES)
+def test_survivors_go_on_to_the_end_and_are_equal(folder: Path, job: str, case: str) -> None:
+    left = left_by(folder, case)
+    assert len(left) == JOBS[job][1][case]
+    first, *others = ({**one, "apart": None} for one in left.values())
+    for other in others:
+        assert other == first
+    assert first["size"] == len(left)
+
+
+@pytest.mark.parametrize(("job", "case"), ALIKE)
+def test_they_end_where_one_process_without_failures_ends(folder: Path, job: str, case: str) -> None:
+    (apart,) = [one["apart"] for one in left_by(folder, case).values() if "apart" in one]
+    if case == "plain":  # both workers had the same rows, and those of the one that is left count half in metrics
+        del apart["history"]
+    assert max(apart.values()) < COARSE.get(case, 1e-5), apart
+
+
+@pytest.mark.parametrize(("job", "case"), CASES)
+def test_keras_sees_each_batch_and_each_epoch_once(folder: Path, job: str, case: str) -> None:
+    for one in left_by(folder, case).values():
+        in_a_call = 4 if case == "last_of_epoch" else 1
+        ends = range(in_a_call - 1, BATCHES + in_a_call - 1, in_a_call)
+        assert one["batches"] == [[epoch, end] for epoch in range(EPOCHS) for end in ends]
+        assert {len(values) for values in one["history"].values()} == {EPOCHS}
+        assert one["steps"] == EPOCHS * BATCHES + EPOCHS - 1  # one for the logs of each epoch; the last is to come
+
+
+@pytest.mark.parametrize(("job", "case"), [(job, case) for job, case in CASES if case != "plain"])
+def test_each_sample_is_trained_on_once_an_epoch(folder: Path, job: str, case: str) -> None:
+    report = verify_ledger(folder / f"ledger-{case}")
+    assert report.exact, report.problems
+    assert (report.epochs, report.steps) == (EPOCHS, EPOCHS * (BATCHES + 1))
+
+
+@pytest.mark.parametrize(("job", "case"), CASES)
+def test_a_failure_does_not_make_tensorflow_compile_the_step_anew(folder: Path, job: str, case: str) -> None:
+    assert {one["traced"] for one in left_by(folder, case).values()} == {1}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +129,7 @@ class BatchSize:
         if (self.total is None) == (self.per_worker is None):
             raise ConfigurationError(
                 "give either global_batch_size=G (constant, whatever the number of workers) or batch_size=B (for each "
-                "worker, as in torch's DataLoader), and not both"
+                "worker), and not both"
             )
         for name, value in (("global_batch_size", self.total), ("batch_size", self.per_worker)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -254,6 +254,35 @@ class Cursor:
         For a step that is replayed although an update of it has been applied: the update covers them.
         """
         self._repeated = {Place(epoch, start): stop for epoch, start, stop in ranges}
+
+
+class Watcher(Protocol):
+    """Whoever tracks a stream of batches and commits its cursor: the state of a training."""
+
+    def taking(self) -> None:
+        """A batch is about to be fetched."""
+
+    def taken(self, deal: Deal) -> None:
+        """A batch is about to be trained on."""
+
+
+class Untracked:
+    """Nobody tracks the stream: a batch is used up once it is taken."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+
+    def taking(self) -> None:
+        """Nothing to do."""
+
+    def taken(self, deal: Deal) -> None:
+        self._cursor.commit()
+
+
+def batches_of_an_epoch(cursor: Cursor, size: int) -> int:
+    """Global batches of a whole epoch for a group of ``size`` workers."""
+    samples, length = cursor.batch.of(size), cursor.order.length
+    return length // samples if cursor.drop_last else -(-length // samples)
 
 
 def warn_about_idle_workers(batch: BatchSize, size: int) -> None:

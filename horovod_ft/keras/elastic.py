@@ -5,6 +5,7 @@ from __future__ import annotations
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.keras.callback import FaultToleranceCallback
+from horovod_ft.keras.dataset import ElasticDataset
 from horovod_ft.keras.runtime import init, shutdown
 from horovod_ft.keras.state import TensorFlowState
 from horovod_ft.policies.auto import Auto
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointRestart",
     "Checkpoints",
     "Decision",
+    "ElasticDataset",
     "Failure",
     "FaultToleranceCallback",
     "Forward",

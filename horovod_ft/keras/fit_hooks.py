@@ -15,6 +15,7 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.callbacks.callback_list import CallbackList
 
 from horovod_ft.keras.hooks import MARK
+from horovod_ft.keras.plain_fit import follow
 
 
 class _Newest:
@@ -57,6 +58,8 @@ def _beginning(plain: Callable[..., None]) -> Callable[..., None]:
         guard = _guard_of(self)
         if guard is not None:
             guard.ft_check(self.callbacks)
+        else:
+            follow(newest_iterator(), self)
         plain(self, logs)
         if guard is not None:
             guard.ft_begin(self.callbacks)

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from horovod_ft.data import BatchSize, Cursor, Deal, EpochOrder, Place, warn_about_idle_workers
+from horovod_ft.data import (
+    BatchSize,
+    Cursor,
+    Deal,
+    EpochOrder,
+    Place,
+    Untracked,
+    Watcher,
+    batches_of_an_epoch,
+    warn_about_idle_workers,
+)
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.membership.base import Group
 from horovod_ft.torch.runtime import current
@@ -48,29 +58,6 @@ class _Fetching(Dataset[tuple[int, Any]]):
 
 def _as_it_is(fetched: Any) -> Any:
     return fetched
-
-
-class LoaderWatcher(Protocol):
-    """Whoever tracks a loader, and commits its cursor: a ``TorchState``."""
-
-    def taking(self) -> None:
-        """A batch is about to be fetched."""
-
-    def taken(self, deal: Deal) -> None:
-        """A batch is about to be trained on."""
-
-
-class Untracked:
-    """Nobody tracks the loader: a batch is used up once it is taken."""
-
-    def __init__(self, cursor: Cursor) -> None:
-        self._cursor = cursor
-
-    def taking(self) -> None:
-        """Nothing to do."""
-
-    def taken(self, deal: Deal) -> None:
-        self._cursor.commit()
 
 
 class ElasticDataLoader(Generic[Batch_co]):
@@ -121,7 +108,7 @@ class ElasticDataLoader(Generic[Batch_co]):
         batch = BatchSize(global_batch_size, batch_size)
         self.dataset = dataset
         self.cursor = Cursor(order, batch, drop_last=drop_last)
-        self.watcher: LoaderWatcher = Untracked(self.cursor)
+        self.watcher: Watcher = Untracked(self.cursor)
         self._group: Callable[[], Group] = current().group
         self._persistent = persistent_workers
         self._newest = torch.zeros(1, dtype=torch.int64)
@@ -194,9 +181,7 @@ class ElasticDataLoader(Generic[Batch_co]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch; under ``batch_size``, at the present number of workers."""
-        size = self.cursor.batch.of(self._group().size)
-        length = self.cursor.order.length
-        return length // size if self.cursor.drop_last else -(-length // size)
+        return batches_of_an_epoch(self.cursor, self._group().size)
 
     def close(self) -> None:
         """Stop the worker processes, if any. They come back when the loader is used again."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import horovod_ft.keras as hvd
+from horovod_ft.data import EpochOrder
 from horovod_ft.keras.runtime import current
 
 ROWS, GLOBAL, WORKERS, EPOCHS, WORDS = 64, 16, 2, 2, 11
@@ -195,6 +196,79 @@ def by_hand() -> dict[str, Any]:
     return {"digest": digest(model.get_weights())}
 
 
+def weighted(model: Callable[[], Any]) -> dict[str, Any]:
+    """Slices of 5 and 3 samples, each with its weight: as one process on batches of 8."""
+    case, parts = Case(adam, model), [slice(0, 5), slice(5, 8)]
+    mine, whole = parts[hvd.rank()], data_of(Case(adam, model), None)
+
+    def batches(of: slice) -> Iterator[tuple[Array, Array]]:
+        for begin in range(0, ROWS, 8):
+            yield whole[0][begin : begin + 8][of], whole[1][begin : begin + 8][of]
+
+    optimizer = case.wrapped()
+    optimizer.ft_reduction.reducer.set_weight((mine.stop - mine.start) * WORKERS / 8)
+    return apart(stepped(case, optimizer, batches(mine)), stepped(case, case.optimizer(), batches(slice(8))))
+
+
+def stepped(case: Case, optimizer: Any, batches: Iterator[tuple[Array, Array]]) -> list[Array]:
+    keras.utils.set_random_seed(3)
+    model = case.model()
+    model.compile(optimizer=optimizer, loss="mse")
+    for x, y in batches:
+        model.train_on_batch(x, y)
+    weights: list[Array] = model.get_weights()
+    return weights
+
+
+def dealt() -> dict[str, Any]:
+    """``fit`` on an ``ElasticDataset``, without a callback: global batches of 7, of which the last one has 1 sample."""
+    case, (x, y) = CASES["sgd"], data_of(CASES["sgd"], None)
+    weights = fitted(case.wrapped(), hvd.elastic.ElasticDataset(x, y, global_batch_size=7, shuffle=True, seed=2))
+    alone = fitted(case.optimizer(), Ordered(x, y))
+    return apart(weights, alone)
+
+
+class Ordered(keras.utils.PyDataset):  # type: ignore[misc]
+    """What ``dealt`` deals, whole."""
+
+    def __init__(self, x: Array, y: Array) -> None:
+        super().__init__()
+        self._order, self._epoch, self._data = EpochOrder(ROWS, shuffle=True, seed=2), -1, (x, y)
+
+    def on_epoch_begin(self) -> None:
+        self._epoch += 1
+
+    def __len__(self) -> int:
+        return len(range(0, ROWS, 7))
+
+    def __getitem__(self, index: int) -> tuple[Array, Array]:
+        ids = self._order(max(self._epoch, 0))[index * 7 : index * 7 + 7]
+        return self._data[0][ids], self._data[1][ids]
+
+
+def fitted(optimizer: Any, data: Any) -> list[Array]:
+    keras.utils.set_random_seed(3)
+    model = dense()
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0)
+    weights: list[Array] = model.get_weights()
+    return weights
+
+
+def apart(weights: list[Array], alone: list[Array]) -> dict[str, Any]:
+    differences = [float(np.abs(one - other).max()) for one, other in zip(weights, alone, strict=True)]
+    return {"digest": digest(weights), "apart": max(differences)}
+
+
+def predicted() -> dict[str, Any]:
+    """The predictions of both workers on an ``ElasticDataset``, one after the other."""
+    keras.utils.set_random_seed(3)
+    model, x = dense(), data_of(CASES["sgd"], None)[0][:13]
+    mine = model.predict(hvd.elastic.ElasticDataset(x, global_batch_size=4, shuffle=True), verbose=0)
+    together = hvd.allgather(tf.constant(mine)).numpy()
+    return {"rows": len(together), "apart": float(np.abs(together - model.predict(x, verbose=0)).max())}
+
+
 def objects() -> dict[str, Any]:
     """The runtime's collectives."""
     binding, rank = current().binding, hvd.rank()
@@ -211,14 +285,14 @@ def main() -> None:
     hvd.init()
     rank = hvd.rank()
     left: dict[str, Any] = {"objects": objects(), "skipped": skipped_together()}
-    left |= {"callbacks": with_callbacks(), "by_hand": by_hand()}
+    left |= {"callbacks": with_callbacks(), "by_hand": by_hand(), "dealt": dealt(), "predicted": predicted()}
+    left |= {"weighted": weighted(dense), "weighted_rows": weighted(embedding)}
     for index, (name, case) in enumerate(CASES.items()):
         weights = trained(case, case.wrapped(), data_of(case, rank), GLOBAL // WORKERS // case.passes)
         left[name] = {"digest": digest(weights)}
         if index % WORKERS == rank and name != "stock":
             alone = trained(case, case.optimizer(), data_of(case, None), GLOBAL)
-            apart = [float(np.abs(one - other).max()) for one, other in zip(weights, alone, strict=True)]
-            left[name]["apart"] = max(apart)
+            left[name] |= apart(weights, alone)
     (Path(sys.argv[1]) / f"keras-{rank}.json").write_text(json.dumps(left))
     hvd.shutdown()
 

@@ -11,7 +11,7 @@ import pytest
 from horovod_ft.testing.local_job import LocalJob
 from tests.jobs.harness import HERE, LAUNCHER
 
-pytestmark = pytest.mark.job
+pytestmark = [pytest.mark.job, pytest.mark.timeout(330)]
 
 CASES = [
     "sgd", "eagerly", "adamw", "clipnorm", "sum", "steps_per_execution", "accumulation", "no_gradient", "embedding",
@@ -30,7 +30,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> list[Left]:
     env = {"PYTHONPATH": str(HERE.parent.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1"}
     command = [sys.executable, "-m", "tests.jobs.keras_training", str(folder)]
     with LocalJob(command, 2, folder, min_workers=2, env=env, launcher=LAUNCHER) as job:
-        finished = job.wait(220.0)
+        finished = job.wait(280.0)
     assert finished.returncode == 0, finished.output[-6000:]
     return [json.loads((folder / f"keras-{rank}.json").read_text()) for rank in range(2)]
 
@@ -61,6 +61,18 @@ def test_callbacks_make_workers_equal_that_begin_apart(left: list[Left]) -> None
 
 def test_a_training_loop_with_a_tape_ends_with_equal_weights(left: list[Left]) -> None:
     assert left[0]["by_hand"] == left[1]["by_hand"]
+
+
+@pytest.mark.parametrize("case", ["weighted", "weighted_rows", "dealt"])
+def test_slices_of_different_size_count_by_their_samples(left: list[Left], case: str) -> None:
+    assert left[0][case]["digest"] == left[1][case]["digest"]
+    assert max(worker[case]["apart"] for worker in left) < 1e-5
+
+
+def test_the_predictions_of_all_workers_are_those_of_the_whole(left: list[Left]) -> None:
+    for worker in left:
+        assert worker["predicted"]["rows"] == 13
+        assert worker["predicted"]["apart"] < 1e-6
 
 
 def test_the_collectives_of_the_runtime(left: list[Left]) -> None:

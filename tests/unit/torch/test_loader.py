@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from horovod_ft.data import Deal, EpochOrder
+from horovod_ft.data import Deal, EpochOrder, Watcher
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.membership.base import Group
-from horovod_ft.torch.loader import ElasticDataLoader, LoaderWatcher, Ticket
+from horovod_ft.torch.loader import ElasticDataLoader, Ticket
 from horovod_ft.torch.runtime import current
 
 WORKERS = [0, 2]
@@ -263,7 +263,7 @@ def test_without_anybody_who_tracks_the_loader_a_batch_is_used_up_once_it_is_tak
 def test_a_watcher_hears_of_each_batch_before_it_is_fetched_and_before_it_is_trained_on() -> None:
     heard: list[Any] = []
 
-    class Watcher(LoaderWatcher):
+    class Heard(Watcher):
         def taking(self) -> None:
             heard.append("taking")
 
@@ -271,7 +271,7 @@ def test_a_watcher_hears_of_each_batch_before_it_is_fetched_and_before_it_is_tra
             heard.append(deal.ids.tolist())
 
     loader: Any = ElasticDataLoader(Numbers(4), 2)
-    loader.watcher = Watcher()
+    loader.watcher = Heard()
     list(loader)
     assert heard == ["taking", [0, 1], "taking", [2, 3]]
 

@@ -139,7 +139,6 @@ class TorchDurable:
         if local is not None:
             for name, value in from_plain(local).items():
                 self._parts[OWN[name]].adopt(value)
-        self._committer.committed = self._committer.export()
         self._committer.save()
 
     def _of(self, name: str, values: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ LEFT_OUT = (
     keras.callbacks.CSVLogger,
 )
 #: Set by ``fit``, and right already.
-SET_BY_FIT = frozenset({"params", "model", "_model", "validation_data", "verbose", "filepath"})
+SET_BY_FIT = frozenset({"params", "model", "_model", "validation_data"})
 PLAIN = (int, float, complex, str, bytes, bool, type(None), np.generic, np.ndarray)
 
 
@@ -63,11 +64,13 @@ def _remembers(callback: Any) -> bool:
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
+    """But for those that the script has given: they are right, and Keras turns the sign of some when it needs them."""
+    given = {name for kind in type(callback).__mro__ for name in inspect.signature(kind.__init__).parameters}
     return {
         name: _copied(value)
         for name, value in vars(callback).items()
-        if name not in SET_BY_FIT and is_plain(value)
-    }  # fmt: skip
+        if name not in given | SET_BY_FIT and is_plain(value)
+    }
 
 
 def is_plain(value: Any) -> bool:

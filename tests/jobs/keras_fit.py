@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class Case:
         killed_in: worker and epoch in whose validation it dies.
         plain: train on arrays, all workers on the same ones.
         like_one_process: it ends where one process ends that computes on whole batches.
+        hold: epoch and batch before which workers wait for another one to be announced.
+        patience: epochs without a lower loss than the first, after which all stop.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -93,6 +96,17 @@ class Case:
     plain: bool = False
     like_one_process: bool = True
     global_batch: int = GLOBAL
+    epochs: int = EPOCHS
+    hold: tuple[int, int] | None = None
+    patience: int | None = None
+
+    def callbacks(self) -> list[Any]:
+        """What Keras has, and decides with."""
+        patient = [] if self.patience is None else [self.patience]
+        return [
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
+            *(keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=epochs) for epochs in patient),
+        ]
 
 
 def kill(worker: int, step: int, phase: Any, after: int = 0) -> Fault:
@@ -120,6 +134,29 @@ class DiesInValidation(keras.callbacks.Callback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Holds(keras.callbacks.Callback):  # type: ignore[misc]
+    """Waits before a batch until the test lets go, so that all workers hear of a new one in the same step."""
+
+    def __init__(self, epoch: int, batch: int, folder: Path) -> None:
+        super().__init__()
+        self.at, self.folder, self.epoch = (epoch, batch), folder, -1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self.epoch, batch) != self.at:
+            return
+        (self.folder / f"holding-{os.getpid()}").touch()
+        deadline = time.monotonic() + 60.0
+        while not (self.folder / "release").exists():
+            if current().membership.changed():
+                (self.folder / "heard").touch()
+            if time.monotonic() > deadline:
+                raise TimeoutError("nobody let go")
+            time.sleep(0.01)
+
+
 def made(case: Case, optimizer: Any) -> Any:
     keras.utils.set_random_seed(3)
     model = case.model()
@@ -136,12 +173,16 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     x, y = arrays_of(case)
     guard = hvd.elastic.FaultToleranceCallback(policy=case.policy)
     watch = Watch(guard)
-    callbacks = [guard, watch, keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0)]
+    callbacks = [guard, watch, *case.callbacks()]
     if case.killed_in is not None and case.killed_in[0] == START_RANK:
         callbacks.append(DiesInValidation(case.killed_in[1]))
+    if case.hold is not None:
+        callbacks.append(Holds(*case.hold, folder))
     data = (x, y) if case.plain else (Dealt(x, y, batch=BatchSize(case.global_batch)),)
     batch = {"batch_size": case.global_batch, "shuffle": False} if case.plain else {}
-    told = model.fit(*data, epochs=EPOCHS, verbose=0, validation_data=(x[:24], y[:24]), callbacks=callbacks, **batch)
+    told = model.fit(
+        *data, epochs=case.epochs, verbose=0, validation_data=(x[:24], y[:24]), callbacks=callbacks, **batch
+    )
     return model, {"history": told.history, **watch.seen, "batches": watch.batches}
 
 
@@ -175,9 +216,6 @@ def alone(case: Case) -> tuple[Any, dict[str, list[float]]]:
     model = made(case, case.optimizer())
     x, y = arrays_of(case)
     order = EpochOrder(ROWS, shuffle=True, seed=5)
-    told: dict[str, list[float]] = {}
-    rate = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0)
-    history = keras.callbacks.History()
 
     class EachEpoch(keras.utils.PyDataset):  # type: ignore[misc]
         epoch = 0
@@ -192,9 +230,10 @@ def alone(case: Case) -> tuple[Any, dict[str, list[float]]]:
 
     data = EachEpoch(workers=0)
     tell = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: setattr(data, "epoch", epoch))
-    told = model.fit(
-        data, epochs=EPOCHS, verbose=0, shuffle=False, validation_data=(x[:24], y[:24]), callbacks=[rate, history, tell]
-    ).history
+    told: dict[str, list[float]] = model.fit(
+        data, epochs=case.epochs, verbose=0, shuffle=False, validation_data=(x[:24], y[:24]),
+        callbacks=[*case.callbacks(), tell],
+    ).history  # fmt: skip
     return model, told
 
 
@@ -216,6 +255,7 @@ def scaled() -> Any:
     return keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=64.0)
 
 
+LOSSY = "lossy_forward | rollback"
 #: By job: the cases that its workers go through, one after the other. Each job begins with workers of its own.
 JOBS: dict[str, dict[str, Case]] = {
     "moments": {
@@ -240,6 +280,12 @@ JOBS: dict[str, dict[str, Case]] = {
         "own_state": Case((kill(3, 5, "allreduce", 3),), own_state, adam, like_one_process=False),
         "half": Case((kill(2, 5, "allreduce", 2),), half, scaled),
     },
+    "forward": {
+        "whole_update": Case((kill(4, 5, "allreduce", 4),), optimizer=adam, policy=LOSSY),
+        "part_of_it": Case((kill(0, 5, "allreduce", 2),), policy=LOSSY, like_one_process=False),
+        "rows": Case((kill(3, 5, "allreduce", 0),), embedding, adam, policy=LOSSY, like_one_process=False),
+    },
+    "newcomer": {"newcomer": Case(hold=(1, 3), epochs=5, patience=2)},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ JOBS: dict[str, tuple[int, dict[str, int]]] = {
     "epochs": (4, {"last_of_epoch": 3, "validation": 2, "last_validation": 1}),
     "kinds": (5, {"two_at_once": 3, "eagerly": 2, "plain": 1}),
     "models": (5, {"commit": 4, "own_state": 3, "half": 2}),
+    "forward": (5, {"whole_update": 4, "part_of_it": 3, "rows": 2}),
 }
 CASES = [(job, case) for job, (_, cases) in JOBS.items() for case in cases]
-#: With statistics and dropout of their own, workers do not end where one process does.
-ALIKE = [(job, case) for job, case in CASES if case != "own_state"]
+#: With statistics and dropout of their own, or when a share is lost, workers do not end where one process does.
+ALIKE = [(job, case) for job, case in CASES if case not in ("own_state", "part_of_it", "rows")]
+#: How many graphs there are of a step: its three stages may be apart.
+GRAPHS = {"moments": 1, "epochs": 1, "kinds": 1, "models": 1, "forward": 3}
 COARSE = {"half": 5e-3}
 _ran: dict[str, Path] = {}
 
@@ -36,14 +40,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Where the workers of a job have left something. Each job runs once."""
     job = request.node.callspec.params["job"]
     if job not in _ran:
-        _ran[job] = run(tmp_path_factory.mktemp(job), job)
+        _ran[job] = run(tmp_path_factory.mktemp(job), job, JOBS[job][0])
     return _ran[job]
 
 
-def run(folder: Path, job: str) -> Path:
+def run(folder: Path, job: str, workers: int, during: Callable[[LocalJob], None] = lambda job: None) -> Path:
     env = {"PYTHONPATH": str(HERE.parent.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1"}
     command = [sys.executable, "-m", "tests.jobs.keras_fit", str(folder), job]
-    with LocalJob(command, JOBS[job][0], folder, env=env, launcher=LAUNCHER) as running:
+    with LocalJob(command, workers, folder, env=env, launcher=LAUNCHER) as running:
+        during(running)
         finished = running.wait(220.0)
     assert finished.returncode == 0, finished.output[-6000:]
     return folder
@@ -66,7 +71,7 @@ def test_survivors_go_on_to_the_end_and_are_equal(folder: Path, job: str, case: 
 @pytest.mark.parametrize(("job", "case"), ALIKE)
 def test_they_end_where_one_process_without_failures_ends(folder: Path, job: str, case: str) -> None:
     (apart,) = [one["apart"] for one in left_by(folder, case).values() if "apart" in one]
-    if case == "plain":  # both workers had the same rows, and those of the one that is left count half in metrics
+    if case in ("plain", "whole_update"):  # some rows, those of a worker that is gone, do not count in metrics
         del apart["history"]
     assert max(apart.values()) < COARSE.get(case, 1e-5), apart
 
@@ -84,10 +89,31 @@ def test_keras_sees_each_batch_and_each_epoch_once(folder: Path, job: str, case:
 @pytest.mark.parametrize(("job", "case"), [(job, case) for job, case in CASES if case != "plain"])
 def test_each_sample_is_trained_on_once_an_epoch(folder: Path, job: str, case: str) -> None:
     report = verify_ledger(folder / f"ledger-{case}")
-    assert report.exact, report.problems
+    assert report.exact or (job == "forward" and report.complete and report.lossy.keys() == {5}), report.problems
     assert (report.epochs, report.steps) == (EPOCHS, EPOCHS * (BATCHES + 1))
 
 
 @pytest.mark.parametrize(("job", "case"), CASES)
 def test_a_failure_does_not_make_tensorflow_compile_the_step_anew(folder: Path, job: str, case: str) -> None:
-    assert {one["traced"] for one in left_by(folder, case).values()} == {1}
+    assert {one["traced"] for one in left_by(folder, case).values()} == {GRAPHS[job]}
+
+
+def add_a_worker(job: LocalJob) -> None:
+    job.wait_for("the workers to hold", lambda job: len(list(job.folder.glob("holding-*"))) == 2)
+    job.add_host()
+    job.wait_for("the driver's announcement", lambda job: (job.folder / "heard").exists())
+    (job.folder / "release").touch()
+
+
+def test_a_newcomer_enters_at_the_batch_of_the_others_and_stops_with_them(tmp_path: Path) -> None:
+    left = left_by(run(tmp_path, "newcomer", 2, add_a_worker), "newcomer")
+    assert [one["size"] for one in left.values()] == [3, 3, 3]
+    batches = [one.pop("batches") for one in left.values()]
+    complete = [[epoch, batch] for epoch in range(3) for batch in range(BATCHES)]
+    assert sorted(batches, key=len) == [complete[complete.index([1, 4]) :], complete, complete]
+    (apart,) = [one.pop("apart") for one in left.values() if "apart" in one]
+    assert max(apart.values()) < 1e-5
+    first, *others = left.values()
+    assert others == [first, first]
+    report = verify_ledger(tmp_path / "ledger-newcomer")
+    assert report.exact, report.problems

@@ -20,6 +20,11 @@ from horovod_ft.testing.local_job import Finished, LocalJob
 from horovod_ft.timeline import Recovery, recoveries, world_sizes
 
 HERE = Path(__file__).parent
+SCRIPTS = {"torch": "train_digits.py", "keras": "train_digits_keras.py"}
+#: No word from TensorFlow of itself, and no threads that four workers on a small machine are better without. On a busy
+#: one a newcomer may take longer to import it than the 30 s for which Horovod would wait.
+TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2",
+              "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}  # fmt: skip
 #: The job takes 40 s on two idle cores. After this it is ended.
 BOUND_S = 240.0
 PLAN = """
@@ -91,9 +96,11 @@ class Progress:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> tuple[Finished, LocalJob]:
-    command = [sys.executable, str(HERE / "train_digits.py"), "--result", str(folder / "result"),
+    command = [sys.executable, str(HERE / SCRIPTS[arguments.framework]), "--result", str(folder / "result"),
                "--epochs", str(arguments.epochs), "--seed", str(arguments.seed)]  # fmt: skip
     env = {"HOROVOD_FT_FAULTS": PLAN.format(step=arguments.kill_at), "HOROVOD_FT_POLICY": arguments.policy}
+    if arguments.framework == "keras":
+        env |= TENSORFLOW
     progress = Progress()
     newcomer = False
     with LocalJob(command, 4, folder, env=env) as job:
@@ -158,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary as one JSON object")
     parser.add_argument("--folder", type=Path, help="keep events, ledger and log here (default: a temporary folder)")
+    parser.add_argument("--framework", choices=SCRIPTS, default="torch", help="what trains (default: torch)")
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--kill-at", type=int, default=60, metavar="STEP", help="when worker 2 is killed")
     parser.add_argument("--policy", default="rollback", help="recovery policy, as in HOROVOD_FT_POLICY")

@@ -100,14 +100,17 @@ class OpenStep:
         if copies is not None and self.stepping:
             copies.committed(self.committer.frontier.step)
 
-    def keep_for_next_run(self, group: Group) -> None:
-        """A run has ended and another begins: it goes on with what is open, not with the last explicit commit."""
+    def keep(self, group: Group) -> None:
+        """A run has ended: another, or a durable checkpoint, goes on with what is open, not with the last explicit
+        commit.
+        """
         if not self.committer.open or self.stepping:
             return
         if self.trainee.open_ranges():
             self.commit(group)  # with its samples it is a step
         else:
             self.committer.save()
+            self.committer.committed = self.committer.export()
 
     def carried_forward(self, reach: Reach, decision: Forward, done: Finished) -> list[int]:
         """The update that failed is complete without those who are gone.

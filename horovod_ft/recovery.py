@@ -128,7 +128,7 @@ class Engine:
         self.membership.watch()
         self._steps.running = True
         try:
-            self._open.keep_for_next_run(self.membership.group)
+            self._open.keep(self.membership.group)
             self._regrouping.start(policy)
         except BaseException:
             self.stop()
@@ -153,6 +153,8 @@ class Engine:
             try:
                 self._changes.heard()  # nobody joins any more
                 self.membership.comm.allgather_object(None, "finish")
+                if self.durable:
+                    self._open.keep(self.membership.group)
                 self._saving.last()
                 break
             except self.membership.failure_types as error:

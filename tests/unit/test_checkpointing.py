@@ -39,12 +39,13 @@ from horovod_ft.errors import (
 )
 from horovod_ft.faults.plan import Fault
 from horovod_ft.guard import ReplicaGuard
+from horovod_ft.ledger import verify_ledger
 from horovod_ft.policies.checkpoint_restart import CheckpointRestart
 from horovod_ft.policies.rollback import MiniBatchRollback
 from horovod_ft.policy import Failure, Restart
 from horovod_ft.testing.fake_world import Breakage
 from tests.unit.inline_saver import InlineSaver
-from tests.unit.test_recovery import check_ledger, check_like_no_failure
+from tests.unit.test_recovery import check_ledger, check_like_no_failure, committing_every
 from tests.unit.toy import DEFAULT, Ended, Job, Result, Toy, expected, run_toys
 
 #: Of a job of two epochs with four steps each.
@@ -254,6 +255,21 @@ def test_so_they_are_before_the_last_state_is_saved(tmp_path: Path, preempted: b
 
     run_toys(3, prepare=prepare)
     check_like_no_failure(run_toys(3, prepare=into(tmp_path), attempt=1))
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_what_comes_after_the_last_explicit_commit_is_saved_with_what_belongs_to_it(
+    tmp_path: Path, every: int
+) -> None:
+    """Not the weights of the end with the place of the last commit: a job would train on those samples again."""
+    job = Job(ledger=tmp_path / "ledger")
+    for attempt in range(2):
+        ended = run_toys(
+            2, job=job, script=committing_every(every), prepare=into(tmp_path / "run", 100), attempt=attempt
+        )
+        for result in ended.results.values():
+            np.testing.assert_array_equal(result.weights, expected(job))
+    assert verify_ledger(tmp_path / "ledger").exact
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

@@ -540,3 +540,21 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_changed(store: C
     with pytest.raises(MismatchError, match=r"'model\.3\.weight': shape \(3, 6\) in the checkpoint, \(5, 6\) here"):
         restore(store, manifest, state)
     assert same((copy_of(state.model), optimizer.state_dict()), before)
+
+
+def test_what_a_script_that_commits_itself_ends_with_is_of_one_moment(tmp_path: Path) -> None:
+    """Without a loader nobody can say whether anything came after the last commit."""
+    model = network()
+    state: Any = TorchState(model=model, optimizer=distributed(model), batch=0)
+
+    @hvd.elastic.run(checkpoint=hvd.elastic.Checkpoints(tmp_path, every=100))
+    def loop(state: Any) -> None:
+        while state.batch < 5:
+            train(model, state.optimizer, [state.batch])
+            state.batch += 1
+            if state.batch % 2 == 0:
+                state.commit()
+
+    loop(state)
+    store = CheckpointStore(tmp_path)
+    assert store.read_values(store.newest_valid())["batch"] == 5

@@ -322,7 +322,11 @@ class Saving:
         comm, first = self._membership.comm, self._membership.group.rank == 0
         if not first:
             self._wait(saver)
-        comm.allgather_object(None, "written")
+        self._report()
+        lacking = any(comm.allgather_object(self._lacking, "written"))
+        self._lacking = False
+        if lacking:
+            saver.broken()
         if first:
             self._wait(saver)
         return not any(comm.allgather_object(self._busy, "durable"))

@@ -302,7 +302,29 @@ def test_nobody_waits_for_a_part_that_could_not_be_written(tmp_path: Path, monke
 
     monkeypatch.setattr(saving, "Saver", FullOnOne)
     check_like_no_failure(run_toys(3, prepare=into(tmp_path, 100)))
-    assert [savers[rank].breaks for rank in range(3)] == [1, 1, 1]
+    assert [savers[rank].breaks for rank in range(3)] == [2, 2, 2]  # that of step 1, and the last one
+
+
+def test_nor_does_the_last_checkpoint_wait_for_such_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is about to be ended has no time to wait in vain."""
+    calls: list[str] = []
+
+    class LastFull(Full):
+        def _write_part(self, captured: Captured, folder: str) -> None:
+            if captured.rank == 1 and captured.step == STEPS:
+                super()._write_part(captured, folder)
+            InlineSaver._write_part(self, captured, folder)
+
+        def submit(self, captured: Captured) -> None:
+            super().submit(captured)
+            if captured.rank == 0:
+                calls.append(f"save {captured.step}")
+                self.broken = lambda: calls.append("broken")  # type: ignore[method-assign]
+                self.wait = lambda timeout_s: not calls.append("wait")  # type: ignore[func-returns-value,method-assign]
+
+    monkeypatch.setattr(saving, "Saver", LastFull)
+    run_toys(3, prepare=into(tmp_path, 100))
+    assert calls == ["save 1", "wait", "save 8", "broken", "wait"]
 
 
 def test_it_ends_training_on_all_workers_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

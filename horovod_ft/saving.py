@@ -74,7 +74,7 @@ class Saving:
         self._first = False
         self._told_busy = False
         self._fatal: str | None = None
-        self._lacking = self._said_lacking = False
+        self._lacking = False
 
     # --- the beginning -----------------------------------------------------------------------------------------------
 
@@ -131,7 +131,6 @@ class Saving:
                 said |= Heard.BUSY
             if self._lacking:
                 said |= Heard.FAILED
-                self._said_lacking = True
         return said
 
     def committed(self, heard: Heard) -> None:
@@ -143,8 +142,7 @@ class Saving:
         """
         if Heard.FAILED in heard and self._saver is not None:
             self._saver.broken()  # nobody need wait for that part
-            self._lacking &= not self._said_lacking
-        self._said_lacking = False
+            self._lacking = False
         self._report()
         if Heard.END in heard:
             self._end()

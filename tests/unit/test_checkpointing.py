@@ -291,7 +291,11 @@ def test_a_save_that_fails_is_told_at_the_next_step_and_ends_nothing(
     assert warned[0].data["text"] == "the checkpoint of step 1 was not saved: cannot write: No space left on device"
 
 
-def test_nobody_waits_for_a_part_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("breakages", [[], [Breakage(2, "gradient.0", 3, dies=False)]], ids=["", "told in vain"])
+def test_nobody_waits_for_a_part_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breakages: Sequence[Breakage]
+) -> None:
+    """Also if the group breaks before all have heard of it."""
     savers: dict[int, InlineSaver] = {}
 
     class FullOnOne(Full):
@@ -301,7 +305,7 @@ def test_nobody_waits_for_a_part_that_could_not_be_written(tmp_path: Path, monke
                 super()._write_part(captured, folder)
 
     monkeypatch.setattr(saving, "Saver", FullOnOne)
-    check_like_no_failure(run_toys(3, prepare=into(tmp_path, 100)))
+    check_like_no_failure(run_toys(3, breakages, prepare=into(tmp_path, 100)))
     assert [savers[rank].breaks for rank in range(3)] == [2, 2, 2]  # that of step 1, and the last one
 
 

@@ -153,8 +153,9 @@ class Saving:
 
     def settled(self, agreement: Agreement) -> None:
         """A new group is in order."""
+        gone = set(self._processes) - set(agreement.processes)  # ``lost`` is since the last try, which may have broken
         self._processes = agreement.processes
-        if self._saver is not None and agreement.lost:
+        if self._saver is not None and gone:
             self._saver.broken()
 
     def failed(self) -> None:

@@ -272,6 +272,23 @@ def test_what_comes_after_the_last_explicit_commit_is_saved_with_what_belongs_to
     assert verify_ledger(tmp_path / "ledger").exact
 
 
+def test_nobody_waits_for_the_part_of_a_worker_that_died_before_the_group_broke_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    savers: dict[int, InlineSaver] = {}
+
+    class Kept(InlineSaver):
+        def submit(self, captured: Captured) -> None:
+            savers.setdefault(captured.rank, self)
+            super().submit(captured)
+
+    monkeypatch.setattr(saving, "Saver", Kept)
+    again = Breakage(2, "decision of the recovery policy", 1, dies=False)
+    ended = run_toys(3, [Breakage(1, "gradient.0", 4), again], prepare=into(tmp_path, 100))
+    check_like_no_failure(ended, dead=[1])
+    assert [savers[rank].breaks for rank in (0, 2)] == [1, 1]
+
+
 # --- errors --------------------------------------------------------------------------------------------------------
 
 

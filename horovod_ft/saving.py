@@ -110,6 +110,7 @@ class Saving:
         )
         self._known = None
         self._first = True
+        self._fatal, self._lacking, self._told_busy = None, False, False
 
     def _durable(self) -> Durable:
         durable = self._trainee.ft_durable()

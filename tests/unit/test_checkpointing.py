@@ -389,6 +389,26 @@ def test_what_goes_wrong_after_a_checkpoint_is_saved_does_not_count_against_it(
     )
 
 
+def test_a_script_may_train_on_when_what_ended_it_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = [True]
+
+    class FullForNow(Full):
+        def _write_part(self, captured: Captured, folder: str) -> None:
+            if full:
+                super()._write_part(captured, folder)
+            InlineSaver._write_part(self, captured, folder)
+
+    monkeypatch.setattr(saving, "Saver", FullForNow)
+
+    def script(toy: Toy) -> Result:
+        with pytest.raises(CheckpointError):
+            toy.run()
+        full.clear()
+        return toy.run()
+
+    check_like_no_failure(run_toys(1, prepare=into(tmp_path, end_on_error=True), script=script))
+
+
 def test_what_cannot_be_saved_is_found_before_anything_is_trained(tmp_path: Path) -> None:
     def prepare(toy: Toy) -> None:
         into(tmp_path)(toy)

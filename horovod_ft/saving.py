@@ -101,6 +101,7 @@ class Saving:
                 f"{options!r} and {restart!r} say differently when checkpoints are saved: leave one of them out"
             )
         store = options.store()
+        self._durable().tensors()
         values.dump(self._durable().shared(), allow_pickle=options.allow_pickle)
         values.dump(self._durable().local(), allow_pickle=options.allow_pickle)
         self._options, self.store = options, store

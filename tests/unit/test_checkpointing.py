@@ -26,6 +26,7 @@ from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.checkpoint.partition import Piece
 from horovod_ft.checkpoint.saver import Captured, SaveEnded
+from horovod_ft.checkpoint.tensors import TensorSpec
 from horovod_ft.data import Deal
 from horovod_ft.errors import (
     CheckpointError,
@@ -418,6 +419,19 @@ def test_what_cannot_be_saved_is_found_before_anything_is_trained(tmp_path: Path
     ended = run_toys(2, prepare=prepare)
     assert {type(error) for error in ended.errors.values()} == {UnsupportedStateError}
     assert "state.thing" in str(ended.errors[0])
+
+
+def test_so_is_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
+    def refuse() -> list[TensorSpec]:
+        raise UnsupportedStateError("tensor 'weights' is sparse")
+
+    def prepare(toy: Toy) -> None:
+        into(tmp_path)(toy)
+        assert toy.durable is not None
+        toy.durable.tensors = refuse  # type: ignore[method-assign]
+
+    ended = run_toys(2, prepare=prepare)
+    assert {type(error) for error in ended.errors.values()} == {UnsupportedStateError}
 
 
 def test_what_could_not_be_saved_is_saved_when_the_script_has_mended_it(tmp_path: Path) -> None:

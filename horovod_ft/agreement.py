@@ -420,11 +420,20 @@ def agree(comm: Collectives, mine: Standing, schema: Sequence[str], processes: S
     standings: list[Standing] = comm.allgather_object(mine, "standing")
     if len({standing.schema for standing in standings}) > 1:
         _explain_mismatch(comm.allgather_object(list(schema), "schema"))
+    _check_stores([standing.store for standing in standings])
     agreed_in = [standing.generation for standing in standings]
     if len({generation for generation in agreed_in if generation >= 0}) > 1:
         told: list[Sequence[int]] = comm.allgather_object(processes, "processes")
         return conclude(standings, told[agreed_in.index(max(agreed_in))])
     return conclude(standings)
+
+
+def _check_stores(stores: Sequence[bool]) -> None:
+    if len(set(stores)) > 1:
+        raise DivergenceError(
+            f"worker {stores.index(True)} has a place for checkpoints, and worker {stores.index(False)} has none: all "
+            "workers save together. Give all of them the same elastic.run(checkpoint=...) and HOROVOD_FT_CHECKPOINT"
+        )
 
 
 def _explain_mismatch(schemas: Sequence[Sequence[str]]) -> None:

@@ -31,6 +31,7 @@ from horovod_ft.data import Deal
 from horovod_ft.errors import (
     CheckpointError,
     ConfigurationError,
+    DivergenceError,
     JobLostError,
     MismatchError,
     NoCheckpointError,
@@ -459,6 +460,18 @@ def test_a_state_that_cannot_be_saved_at_all_is_refused(tmp_path: Path) -> None:
 def test_a_policy_that_needs_checkpoints_needs_a_place_for_them() -> None:
     ended = run_toys(1, policy=lambda index: CheckpointRestart())
     assert "needs a place for checkpoints" in str(ended.errors[0])
+
+
+def test_all_workers_have_a_place_for_checkpoints_or_none_has(tmp_path: Path) -> None:
+    """As for scripts that save on worker 0 alone."""
+
+    def prepare(toy: Toy) -> None:
+        if toy.membership.index == 0:
+            into(tmp_path)(toy)
+
+    ended = run_toys(2, prepare=prepare)
+    assert {type(error) for error in ended.errors.values()} == {DivergenceError}
+    assert "worker 0 has a place for checkpoints, and worker 1 has none" in str(ended.errors[1])
 
 
 @pytest.mark.parametrize("every", [4, 3.0])

@@ -649,6 +649,20 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(tmp_path: Path
     assert "'weights': shape (1, 3) in the checkpoint, (2, 3) here" in str(ended.errors[0])
 
 
+def test_a_state_that_did_not_fit_can_still_be_trained(tmp_path: Path) -> None:
+    """Nothing of the checkpoint was read."""
+    job = Job(updates=2)
+    run_first(tmp_path)
+
+    def script(toy: Toy) -> Result:
+        with pytest.raises(MismatchError):
+            toy.run()
+        toy.checkpoints = None
+        return toy.run()
+
+    check_like_no_failure(run_toys(2, job=job, prepare=into(tmp_path), script=script), job)
+
+
 NAMES = ["standing", "checkpoint", "values", "hosts", "restored", "transfer.0"]
 
 

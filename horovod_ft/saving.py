@@ -69,6 +69,7 @@ class Saving:
         self._before: Saver | None = None
         self._schedule = Schedule(step=0, now=mono())
         self._processes: tuple[int, ...] = ()
+        self._saves = 0
         self._known: tuple[int, float] | None = None
         self._void_until = -math.inf
         self._first = False
@@ -156,7 +157,7 @@ class Saving:
     def settled(self, agreement: Agreement) -> None:
         """A new group is in order."""
         gone = set(self._processes) - set(agreement.processes)  # ``lost`` is since the last try, which may have broken
-        self._processes = agreement.processes
+        self._processes, self._saves = agreement.processes, 0
         if self._saver is not None and gone:
             self._saver.broken()
 
@@ -237,7 +238,8 @@ class Saving:
         group, durable = self._membership.group, self._durable()
         specs = durable.tensors()
         parts, ready = durable.capture(plan(specs, group.size)[group.rank])
-        named = repr((self._processes, group.generation, step)).encode()
+        self._saves += 1  # in this group: equal on all workers
+        named = repr((self._processes, group.generation, step, self._saves)).encode()
         return Captured(
             step=step, attempt=hashlib.sha256(named).hexdigest()[:16], generation=group.generation, rank=group.rank,
             size=group.size, specs=specs, parts=parts, ready=ready, local=durable.local(),

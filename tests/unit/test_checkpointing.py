@@ -350,6 +350,24 @@ def test_nor_does_the_last_checkpoint_wait_for_such_a_part(tmp_path: Path, monke
     assert calls == ["save 1", "wait", "save 8", "broken", "wait"]
 
 
+def test_a_step_that_is_saved_once_more_gets_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the first try cannot get into the second."""
+    folders: list[str] = []
+
+    class FullOnce(Full):
+        def _write_part(self, captured: Captured, folder: str) -> None:
+            folders.append(folder)
+            if folders.count(folder) == 1 and len(folders) == 2:
+                super()._write_part(captured, folder)
+            InlineSaver._write_part(self, captured, folder)
+
+    monkeypatch.setattr(saving, "Saver", FullOnce)
+    run_toys(1, prepare=into(tmp_path, STEPS))
+    assert [folder[:15] for folder in folders] == ["step-0000000001", "step-0000000008", "step-0000000008"]
+    assert folders[1] != folders[2]
+    assert saved(tmp_path) == [8, 1]
+
+
 def test_it_ends_training_on_all_workers_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class FullOnOne(Full):
         def _write_part(self, captured: Captured, folder: str) -> None:

@@ -73,6 +73,11 @@ class CursorPart(BasePart):
     def __init__(self, cursor: Callable[[], Cursor]) -> None:
         self._cursor = cursor
 
+    def order(self) -> str:
+        """What the cursor goes through: equal for equal orders of as many samples."""
+        order = self._cursor().order
+        return f"{order.length} samples" + (f", shuffled with seed {order.seed}" if order.shuffle else "")
+
     def commit(self) -> None:
         self._cursor().commit()
 

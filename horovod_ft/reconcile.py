@@ -14,15 +14,25 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 
 from horovod_ft.agreement import Agreement, Resume, Standing, agree, failure_of, same_everywhere
-from horovod_ft.errors import JobLostError, PolicyError, RecoveryError
+from horovod_ft.errors import JobLostError, PolicyError, RecoveryError, StorageError
 from horovod_ft.events import EventBus
 from horovod_ft.faults.inject import Injector
 from horovod_ft.going_back import go_back, told_went_back, went_back
 from horovod_ft.history import History
 from horovod_ft.membership.base import Collectives, Group, Membership
 from horovod_ft.open_step import OpenStep
-from horovod_ft.policy import Abort, Decision, Failure, Forward, RecoveryPolicy, Replay, Restart, decide
-from horovod_ft.restoring import Restored, Restoring
+from horovod_ft.policy import (
+    Abort,
+    Decision,
+    Failure,
+    Forward,
+    RecoveryPolicy,
+    Replay,
+    Restart,
+    decide,
+    decisions_of,
+)
+from horovod_ft.restoring import Restoring
 from horovod_ft.saving import Saving
 from horovod_ft.transfer import transfer
 
@@ -203,6 +213,9 @@ class Reconciler:
                 return restored
         if agreement.start and self._attempt:
             self._open.begins_at = 0
+            if self._saving.store is not None and self._membership.group.rank == 0:
+                log.warning("horovod_ft: attempt %d begins from the start: there is no checkpoint in %s",
+                            self._attempt + 1, self._saving.store.url)  # fmt: skip
         self._open.give_up(agreement)
         if not self._committer.fresh:
             self._trainee.regrouped(self._membership.group)
@@ -253,7 +266,12 @@ class Reconciler:
             newer_than: step of a copy in memory, that will do as well.
         """
         assert self._saving.store is not None
-        restored: Restored | None = self._restoring.newest(self._saving.store, agreement.generation, newer_than)
+        try:
+            restored = self._restoring.newest(self._saving.store, agreement.generation, newer_than)
+        except StorageError as error:
+            if self._attempt:  # it was there before
+                raise JobLostError(f"checkpoints cannot be reached: {error}") from error
+            raise
         if restored is None:
             if not agreement.holders and not agreement.copies:
                 raise JobLostError(
@@ -329,7 +347,9 @@ def _given_up(policy: RecoveryPolicy, failure: Failure) -> RecoveryError:
         "although no worker was lost: the cause is in the step itself (see the first error in the log)"
     )  # fmt: skip
     kind = JobLostError if failure.lost else RecoveryError
+    back = Restart in decisions_of(policy) and failure.checkpoint_step is None
+    nowhere = ": there is no checkpoint yet that it could go back to" if back else ""
     return kind(
         f"step {failure.step + 1} failed {failure.consecutive} times in a row, {lost}. The recovery policy {policy!r} "
-        "has no answer to that"
+        f"has no answer to that{nowhere}"
     )

@@ -71,6 +71,7 @@ class Saving:
         self._processes: tuple[int, ...] = ()
         self._saves = 0
         self._known: tuple[int, float] | None = None
+        self._known_in = ""
         self._void_until = -math.inf
         self._first = False
         self._told_busy = False
@@ -110,7 +111,8 @@ class Saving:
         self._saver = Saver(
             store, retention=options.retention(), at=self._injector.at, mono=self._mono, wait_s=self._timeout_s
         )
-        self._known = None
+        if str(options.url) != self._known_in:
+            self._known, self._known_in = None, str(options.url)
         self._first = True
         self._fatal, self._lacking, self._told_busy = None, False, False
 
@@ -227,7 +229,8 @@ class Saving:
         self._injector.at("save_copy", step)
         try:
             saver.submit(self._captured(step))
-        except CheckpointError as error:
+        except (CheckpointError, MemoryError, RuntimeError) as error:  # torch has no class for too little memory
+            self._lacking = True
             self._failed(step, str(error))
         held_up_s = self._mono() - began
         self._schedule.saved(step, self._mono(), held_up_s)
@@ -349,6 +352,8 @@ class Saving:
     def close(self) -> None:
         """Training has ended, one way or the other: nothing more is saved."""
         if self._saver is not None:
+            newest = self.newest
+            self._known = None if newest is None else (newest[0], self._mono() - newest[1])
             self._saver.close()
             if self._before is None or not self._before.busy:  # else this run has saved nothing
                 self._before = self._saver

@@ -253,7 +253,10 @@ class Save:
                 end = min(end, max(began, broke) + self._means.grace_s)
             if now >= end:
                 why = " after the group broke" if broke is not None else ""
-                raise CheckpointError(f"waited {now - began:.1f} s{why} for {what} in {self._store.url}/{self._folder}")
+                hint = "" if broke is not None else ". All hosts have to share the place of checkpoints"
+                raise CheckpointError(
+                    f"waited {now - began:.1f} s{why} for {what} in {self._store.url}/{self._folder}{hint}"
+                )
             self._links.pause(min(nap, end - now))
             nap = min(2 * nap, LONGEST_NAP_S)
         return True

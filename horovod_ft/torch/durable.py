@@ -17,6 +17,7 @@ from horovod_ft.checkpoint.partition import Piece
 from horovod_ft.checkpoint.tensors import Tensor, TensorSpec
 from horovod_ft.committer import Committer, Part
 from horovod_ft.errors import MismatchError, UnsupportedStateError
+from horovod_ft.parts import CursorPart
 from horovod_ft.torch.arena import HostMemory
 from horovod_ft.torch.parts import BUFFERS, RANDOM, VALUES, Buffers
 from horovod_ft.torch.plain import from_plain, is_dense, to_plain
@@ -86,15 +87,12 @@ class TorchDurable:
             views += _laid_out(target, found)
             sources += found
         self._filled = self._memory.copy(views, sources)
+        self._memory.settle()  # nobody knows what changes a tensor next, nor where
         parts = [
             partition.Part(spec_of(piece.tensor, live[piece.tensor]), piece, target.numpy().data)
             for piece, target in zip(pieces, room, strict=True)
         ]
         return parts, self._filled
-
-    def settle(self) -> None:
-        """Parameters are about to change: let that happen after the copy, if one is still under way."""
-        self._memory.settle()
 
     def shared(self) -> Any:
         committed = self._committer.committed
@@ -152,10 +150,15 @@ class TorchDurable:
     def _schema(self) -> dict[str, Any]:
         modules = self._buffers.modules()
         return {
-            "attributes": {name: kind for name, kind in self._kinds.items() if kind in HOLDING},
+            "attributes": {name: self._described(name, kind) for name, kind in self._kinds.items() if kind in HOLDING},
             "groups": self._replica.groups(),
             "buffers": {path: modules[path] for path in self._buffers.owners()},
         }
+
+    def _described(self, name: str, kind: str) -> str:
+        """A place in the data means something in the same order of the same samples only."""
+        part = self._parts.get(name)
+        return f"{kind} of {part.order()}" if isinstance(part, CursorPart) else kind
 
     def _check(self, shared: Any) -> None:
         if not isinstance(shared, dict) or SCHEMA not in shared:

@@ -395,7 +395,6 @@ class TorchState(State):  # type: ignore[misc]
             self._snapshot.begin()
         if self._copies is not None:
             self._copies.settle()
-        self._durable.settle()
         self.engine.injector.at("optimizer", self._committer.frontier.step + 1)
 
     def admit_update(self) -> bool:

@@ -368,6 +368,47 @@ def test_a_step_that_is_saved_once_more_gets_another_folder(tmp_path: Path, monk
     assert saved(tmp_path) == [8, 1]
 
 
+def test_too_little_memory_for_a_copy_ends_nothing(tmp_path: Path) -> None:
+    def prepare(toy: Toy) -> None:
+        into(tmp_path)(toy)
+        toy_durable, capture = toy.durable, toy.durable.capture  # type: ignore[union-attr]
+
+        def refuse(pieces: Any) -> Any:
+            if toy.steps == 4 and toy.membership.index == 1:
+                raise RuntimeError("can't allocate memory")
+            return capture(pieces)
+
+        toy_durable.capture = refuse  # type: ignore[union-attr,method-assign]
+
+    ended = run_toys(2, prepare=prepare)
+    check_like_no_failure(ended)
+    assert "the checkpoint of step 4 was not saved: can't allocate memory" in told(ended, "warning", "text")
+
+
+def test_another_run_of_a_state_knows_the_checkpoints_of_the_one_before(tmp_path: Path) -> None:
+    """A failure in its first step goes back to them."""
+
+    def prepare(toy: Toy) -> None:
+        into(tmp_path, None)(toy)
+
+        def stop(deal: Deal) -> None:
+            if toy.steps == 4:
+                raise ScriptError
+
+        toy.before_step = stop
+
+    def script(toy: Toy) -> Result:
+        with pytest.raises(ScriptError):
+            toy.run()
+        toy.before_step = lambda deal: None
+        return toy.run()
+
+    broken = [Breakage(1, "gradient.0", 5, dies=False)]
+    ended = run_toys(2, broken, prepare=prepare, script=script, policy=lambda index: CheckpointRestart(2))
+    check_like_no_failure(ended)
+    assert told(ended, "restarted", "to") == {4}
+
+
 def test_it_ends_training_on_all_workers_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class FullOnOne(Full):
         def _write_part(self, captured: Captured, folder: str) -> None:
@@ -656,8 +697,23 @@ def test_a_store_that_cannot_be_listed_a_second_time_is_the_same_error_everywher
         return folders(storage)
 
     monkeypatch.setattr(LocalStorage, "folders", refuse)
-    ended = run_toys(2, prepare=into(tmp_path), attempt=1)
+    ended = run_toys(2, prepare=into(tmp_path), attempt=0)
     assert {type(error) for error in ended.errors.values()} == {StorageError}
+
+
+def test_a_later_attempt_that_cannot_reach_them_asks_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were there before: a storage that is not mounted yet comes back."""
+    run_first(tmp_path)
+
+    def refuse(storage: LocalStorage) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStorage, "folders", refuse)
+    for attempt, kind in enumerate([StorageError, JobLostError]):
+        ended = run_toys(2, prepare=into(tmp_path), attempt=attempt)
+        assert {type(error) for error in ended.errors.values()} == {kind}
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from horovod_ft.checkpoint import CheckpointStore, values
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.partition import Piece, plan
 from horovod_ft.errors import MismatchError, UnsupportedStateError
+from horovod_ft.torch.arena import HostMemory
 from horovod_ft.torch.durable import runs
 from horovod_ft.torch.elastic import ElasticDataLoader, ElasticSampler, LearningRateRule, TorchState, _OtherState
 from horovod_ft.torch.parts import RandomState
@@ -254,6 +255,12 @@ def test_a_model_that_takes_the_place_of_another_is_saved_and_restored(store: Ch
     assert same(copy_of(state.model), before)
 
 
+def reading(length: int, seed: int) -> Any:
+    """A state that reads so many samples."""
+    loader: Any = ElasticDataLoader(TensorDataset(torch.zeros(length, 1)), global_batch_size=4, shuffle=True, seed=seed)
+    return TorchState(model=perceptron(), loader=loader)
+
+
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -402,11 +409,16 @@ def test_an_empty_share_is_captured() -> None:
     assert parts == []
 
 
-def test_an_update_waits_for_the_capture_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, settled = Training(), []
-    monkeypatch.setattr(training.state.ft_durable(), "settle", lambda: settled.append(training.state.steps))
-    training.train(2)
-    assert settled == [0, 1]
+def test_whatever_comes_next_waits_for_the_capture_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update, or a script that writes to a parameter."""
+    durable, settled = Training().state.ft_durable(), []
+
+    def settle(memory: HostMemory) -> None:
+        settled.append(memory)
+
+    monkeypatch.setattr(HostMemory, "settle", settle)
+    durable.capture(plan(durable.tensors(), 1)[0])
+    assert settled == [durable._memory]
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -499,8 +511,18 @@ def another_name() -> Any:
         (small, lambda: small(optimizer=groups_of_one), "optimizer: group 3 is not in the checkpoint"),
         (small, lambda: small(network()), "model.1 is BatchNorm1d in the checkpoint, Tanh here"),
         (small, lambda: small(nn.Linear(2, 2)), "model.1 is only in the checkpoint"),
+        (
+            lambda: reading(8, seed=1), lambda: reading(8, seed=2),
+            "state.loader is loader of 8 samples, shuffled with seed 1 in the checkpoint, loader of 8 samples, "
+            "shuffled with seed 2 here",
+        ),
+        (
+            lambda: reading(8, seed=1), lambda: reading(9, seed=1),
+            "state.loader is loader of 8 samples, shuffled with seed 1 in the checkpoint, loader of 9 samples, "
+            "shuffled with seed 1 here",
+        ),
     ],
-    ids=["fewer", "more", "other", "renamed", "optimizer", "groups", "no-buffers", "no-module"],
+    ids=["fewer", "more", "other", "renamed", "optimizer", "groups", "no-buffers", "no-module", "seed", "length"],
 )
 def test_a_state_that_does_not_fit_is_refused_and_unchanged(
     there: Callable[[], Any], here: Callable[[], Any], told: str

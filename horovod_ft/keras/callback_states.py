@@ -65,7 +65,8 @@ def _remembers(callback: Any) -> bool:
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
     """But for those that the script has given: they are right, and Keras turns the sign of some when it needs them."""
-    given = {name for kind in type(callback).__mro__ for name in inspect.signature(kind.__init__).parameters}
+    made_by = [vars(kind)["__init__"] for kind in type(callback).__mro__ if "__init__" in vars(kind)]
+    given = {name for function in made_by for name in inspect.signature(function).parameters}
     return {
         name: _copied(value)
         for name, value in vars(callback).items()

@@ -15,6 +15,7 @@ from horovod_ft.committer import Committer, Part
 from horovod_ft.data import Deal, Range
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.guard import ReplicaGuard
+from horovod_ft.keras.durable import TensorFlowDurable
 from horovod_ft.keras.metric_sums import MetricSums
 from horovod_ft.keras.optimizer import distributed_in
 from horovod_ft.keras.parts import (
@@ -77,6 +78,7 @@ class TensorFlowState(State):  # type: ignore[misc]
         self._metrics_part = Variables(self._metrics_variables, replicated=True)
         parts = self._parts()
         self._committer = Committer(list(parts.values()))
+        self._durable = TensorFlowDurable(self._replica, self._committer, parts)
         self.engine = Engine(
             runtime.membership, self, self._committer, runtime.bus, runtime.injector, runtime.ledger,
             attempt=runtime.settings.attempt, timeout_s=runtime.settings.timeout_s,
@@ -157,8 +159,8 @@ class TensorFlowState(State):  # type: ignore[misc]
     def ft_copies(self) -> None:
         return None
 
-    def ft_durable(self) -> None:
-        return None
+    def ft_durable(self) -> TensorFlowDurable:
+        return self._durable
 
     def ft_guard(self) -> ReplicaGuard | None:
         return next(iter(self._of("guard").values()), None)

@@ -83,6 +83,7 @@ class Case:
         plain: train on arrays, all workers on the same ones.
         like_one_process: it ends where one process ends that computes on whole batches.
         hold: epoch and batch before which workers wait for another one to be announced.
+        store: name of the folder for checkpoints.
         patience: epochs without a lower loss than the first, after which all stop.
     """
 
@@ -99,6 +100,7 @@ class Case:
     epochs: int = EPOCHS
     hold: tuple[int, int] | None = None
     patience: int | None = None
+    store: str | None = None
 
     def callbacks(self) -> list[Any]:
         """What Keras has, and decides with."""
@@ -171,7 +173,8 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     model = made(case, hvd.DistributedOptimizer(case.optimizer(), **case.options))
     keras.utils.set_random_seed(100 + START_RANK)
     x, y = arrays_of(case)
-    guard = hvd.elastic.FaultToleranceCallback(policy=case.policy)
+    checkpoint = None if case.store is None else hvd.elastic.Checkpoints(str(folder / case.store), every=4)
+    guard = hvd.elastic.FaultToleranceCallback(policy=case.policy, checkpoint=checkpoint)
     watch = Watch(guard)
     callbacks = [guard, watch, *case.callbacks()]
     if case.killed_in is not None and case.killed_in[0] == START_RANK:
@@ -285,6 +288,9 @@ JOBS: dict[str, dict[str, Case]] = {
         "part_of_it": Case((kill(0, 5, "allreduce", 2),), policy=LOSSY, like_one_process=False),
         "rows": Case((kill(3, 5, "allreduce", 0),), embedding, adam, policy=LOSSY, like_one_process=False),
     },
+    "restart": {"restart": Case((kill(1, 15, "allreduce", 2),), policy="checkpoint_restart(every=4)", store="in_place")},
+    "dies": {"dies": Case((kill(0, 15, "forward"), kill(1, 15, "forward")), store="store")},
+    "again": {"again": Case(store="store", patience=9)},
     "newcomer": {"newcomer": Case(hold=(1, 3), epochs=5, patience=2)},
 }
 

@@ -44,13 +44,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return _ran[job]
 
 
-def run(folder: Path, job: str, workers: int, during: Callable[[LocalJob], None] = lambda job: None) -> Path:
-    env = {"PYTHONPATH": str(HERE.parent.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1"}
+def run(
+    folder: Path,
+    job: str,
+    workers: int,
+    during: Callable[[LocalJob], None] = lambda job: None,
+    *,
+    ends_well: bool = True,
+) -> Path:
+    env = {"PYTHONPATH": str(HERE.parent.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1",
+           "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}  # fmt: skip  # a newcomer imports TensorFlow first
     command = [sys.executable, "-m", "tests.jobs.keras_fit", str(folder), job]
     with LocalJob(command, workers, folder, env=env, launcher=LAUNCHER) as running:
         during(running)
         finished = running.wait(220.0)
-    assert finished.returncode == 0, finished.output[-6000:]
+    assert (finished.returncode == 0) == ends_well, finished.output[-6000:]
     return folder
 
 
@@ -117,3 +125,28 @@ def test_a_newcomer_enters_at_the_batch_of_the_others_and_stops_with_them(tmp_pa
     assert others == [first, first]
     report = verify_ledger(tmp_path / "ledger-newcomer")
     assert report.exact, report.problems
+
+
+def test_going_back_to_a_checkpoint_goes_unnoticed_by_keras(tmp_path: Path) -> None:
+    """The steps since then are computed again, and callbacks, history and epochs stay where they are."""
+    left = left_by(run(tmp_path, "restart", 3), "restart")
+    assert len(left) == 2
+    (apart,) = [one.pop("apart") for one in left.values() if "apart" in one]
+    assert max(apart.values()) < 1e-5
+    first, second = left.values()
+    assert first == second
+    assert first["batches"] == [[epoch, batch] for epoch in range(EPOCHS) for batch in range(BATCHES)]
+    report = verify_ledger(tmp_path / "ledger-restart")
+    assert report.exact, report.problems
+    assert report.redone > 0
+
+
+def test_a_job_that_has_lost_all_workers_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, "dies", 2, ends_well=False)
+    left = left_by(run(tmp_path, "again", 2), "again")
+    assert len(left) == 2
+    (apart,) = [one.pop("apart") for one in left.values() if "apart" in one]
+    assert max(apart.values()) < 1e-5
+    for one in left.values():
+        assert one["batches"][0] > [1, 0]
+        assert one["batches"][-1] == [1, BATCHES - 1]

@@ -1,0 +1,214 @@
+"""A training step in stages: compute locally, reduce, update. In a group of two of which the other one is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+
+import horovod_ft.keras as hvd
+from horovod_ft.errors import ConfigurationError
+from horovod_ft.keras.metric_sums import MetricSums
+from horovod_ft.keras.stages import Stages
+from tests.unit.keras.tools import Broken, TwoWorkers
+
+X = np.arange(12, dtype=np.float32).reshape(6, 2) / 10
+Y = X[:, :1]
+#: How a step is taken apart: not at all, by stages, or by stages outside of a graph.
+WAYS = pytest.mark.parametrize(("split", "eagerly"), [(False, False), (True, False), (False, True)],
+                               ids=["whole", "split", "eager"])  # fmt: skip
+
+
+class Same(TwoWorkers):
+    """A group of two in which the other worker has what this one has."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+
+def dense() -> Any:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+
+
+def stages_of(
+    operations: Any, *, split: bool = False, eagerly: bool = False, model: Callable[[], Any] = dense, **options: Any
+) -> tuple[Any, Stages]:
+    made = model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), **options)
+    made.compile(optimizer=optimizer, loss="mse", metrics=["mae"], run_eagerly=eagerly)
+    made._symbolic_build(data_batch=(X, Y))
+    optimizer.ft_reduction.reducer._operations = operations
+    stages = Stages(made, MetricSums(lambda: made.metrics_variables), operations)
+    stages.split = split
+    return made, stages
+
+
+def stepped(stages: Stages, rows: int = 6, *, ends: bool = True, applies: bool = True) -> Any:
+    return stages.compute((tf.constant(X[:rows]), tf.constant(Y[:rows])), ends=ends, applies=applies)
+
+
+def alone(steps: int) -> tuple[Any, dict[str, float]]:
+    """A plain training of one process, and its logs over all steps."""
+    model = dense()
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse", metrics=["mae"])
+    logs = [model.train_on_batch(X, Y, return_dict=True) for _ in range(steps)]
+    return model, {name: float(np.mean([one[name] for one in logs])) for name in logs[0]}
+
+
+@WAYS
+def test_with_equal_workers_it_is_a_step_of_one(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(Same(), split=split, eagerly=eagerly)
+    logs = [stepped(stages) for _ in range(3)][-1]
+    expected, told = alone(3)
+    for one, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert {name: float(value) for name, value in logs.items()} == pytest.approx(told, rel=1e-5)
+
+
+@WAYS
+def test_metrics_are_those_of_all_workers(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(TwoWorkers(3.0), split=split, eagerly=eagerly)
+    stepped(stages)
+    stepped(stages)
+    total, count = (float(variable.numpy()) for variable in model._loss_tracker.variables)
+    assert count == 2 * 6 * 4
+    assert total > 0
+
+
+@WAYS
+def test_a_worker_that_borrows_a_sample_does_not_count_in_metrics(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(Same(), split=split, eagerly=eagerly)
+    stages._metrics.set_counts(False)
+    stepped(stages)
+    assert [float(variable.numpy()) for variable in model._loss_tracker.variables] == [0.0, 0.0]
+
+
+@WAYS
+def test_a_group_that_breaks_leaves_model_and_optimizer_as_they_were(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(Broken(1.0), split=split, eagerly=eagerly)
+    before = [variable.numpy() for variable in (*model.trainable_variables, *model.optimizer.variables)]
+    with pytest.raises(HorovodInternalError):
+        stepped(stages)
+    after = [variable.numpy() for variable in (*model.trainable_variables, *model.optimizer.variables)]
+    assert [value.tolist() for value in after] == [value.tolist() for value in before]
+
+
+def test_an_error_of_the_users_goes_through_unchanged() -> None:
+    class Picky(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            tf.debugging.assert_less(x, 100.0)
+            return self.last(x)
+
+    _, stages = stages_of(Same(), model=Picky)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        stages.compute((tf.constant(X * 1000), tf.constant(Y)), ends=True, applies=True)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_other_sizes_of_batches_make_no_other_graph(split: bool) -> None:
+    _, stages = stages_of(Same(), split=split)
+    stepped(stages, 6)
+    made = stages.traced
+    for rows in (5, 3, 6, 1):
+        stepped(stages, rows)
+    assert stages.traced == made == (3 if split else 1)
+
+
+def test_names_are_those_of_the_gradients_then_of_the_metrics() -> None:
+    operations = Same()
+    _, stages = stages_of(operations)
+    stepped(stages)
+    assert operations.asked == ["gradient.sequential.dense.kernel", "gradient.sequential.dense.bias", "metrics.float32"]
+    assert stages.names == ("sequential.dense.kernel", "sequential.dense.bias")
+    assert stages.elements == 3
+
+
+def test_of_a_step_by_stages_the_local_gradients_stay() -> None:
+    model, stages = stages_of(Broken(1.0), split=True)
+    with pytest.raises(HorovodInternalError):
+        stepped(stages)
+    assert stages.local is not None
+    assert [tuple(gradient.shape) for gradient in stages.local.gradients] == [(2, 1), (1,)]
+    assert stages.arrivals.done()[1:] == (False, False)
+    for place, value in zip(stages.arrivals.places, (*stages.local.gradients, *stages.local.deltas.values()),
+                            strict=True):  # fmt: skip
+        stages.arrivals.put(place, value)
+    assert stages.arrivals.done() == (True, True, True)
+    stages.update(ends=True, applies=True)
+    np.testing.assert_allclose(model.get_weights()[0], alone(1)[0].get_weights()[0], rtol=1e-5)
+
+
+def test_an_update_that_is_applied_already_is_left_out() -> None:
+    model, stages = stages_of(Same())
+    before = [value.tolist() for value in model.get_weights()]
+    stepped(stages, applies=False)
+    assert [value.tolist() for value in model.get_weights()] == before
+    assert int(model.optimizer.iterations) == 0
+
+
+@WAYS
+def test_gradients_of_several_batches_are_summed_up(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(
+        Same(), split=split, eagerly=eagerly, backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    assert stages.passes == 2
+    stepped(stages, ends=False, applies=False)
+    assert int(model.optimizer.iterations) == 0
+    stepped(stages)
+    np.testing.assert_allclose(model.get_weights()[0], alone(1)[0].get_weights()[0], rtol=1e-5)
+    assert all(not total.numpy().any() for total in model.optimizer.ft_reduction.accumulation.sums)
+
+
+def test_sums_are_forgotten_with_the_step() -> None:
+    model, stages = stages_of(Same(), backward_passes_per_step=2)
+    stepped(stages, ends=False, applies=False)
+    stages.forget()
+    assert all(not total.numpy().any() for total in model.optimizer.ft_reduction.accumulation.sums)
+
+
+class TwoUpdates(keras.Sequential):  # type: ignore[misc]
+    def train_step(self, data: Any) -> Any:
+        super().train_step(data)
+        return super().train_step(data)
+
+
+class InsideOfCond(keras.Sequential):  # type: ignore[misc]
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        return tf.cond(tf.reduce_sum(y) > -1.0, lambda: super(InsideOfCond, self).train_step((x, y)), lambda: {
+            "loss": tf.constant(0.0), "mae": tf.constant(0.0)})  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "told"), [(TwoUpdates, "more than once"), (InsideOfCond, "inside of tf.cond")])
+def test_a_train_step_that_cannot_be_taken_apart_is_refused(kind: Any, told: str) -> None:
+    _, stages = stages_of(Same(), model=lambda: kind([keras.Input((2,)), keras.layers.Dense(1)]))
+    with pytest.raises(ConfigurationError, match=told):
+        stepped(stages)
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    def words() -> Any:
+        layers = [keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
+
+    operations = Same()
+    made = words()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    made.compile(optimizer=optimizer, loss="mse")
+    made._symbolic_build(data_batch=(np.zeros((6, 2), np.int32), Y))
+    optimizer.ft_reduction.reducer._operations = operations
+    stages = Stages(made, MetricSums(lambda: made.metrics_variables), operations)
+    stages.split = True
+    stages.compute((tf.constant([[1, 2], [2, 3]], tf.int32), tf.constant(Y[:2])), ends=True, applies=True)
+    assert "gradient.sequential.embedding.embeddings.indices" in operations.asked
+    assert stages.arrivals.places[0].sparse
+    assert stages.arrivals.places[0].elements == 15

@@ -6,6 +6,13 @@ from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.guard import ReplicaGuard
 from horovod_ft.keras.callback import FaultToleranceCallback
 from horovod_ft.keras.dataset import ElasticDataset
+from horovod_ft.keras.elastic_callbacks import (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+from horovod_ft.keras.keras_state import KerasState
+from horovod_ft.keras.run import run
 from horovod_ft.keras.runtime import init, shutdown
 from horovod_ft.keras.state import TensorFlowState
 from horovod_ft.policies.auto import Auto
@@ -19,11 +26,13 @@ __all__ = [
     "Auto",
     "CheckpointRestart",
     "Checkpoints",
+    "CommitStateCallback",
     "Decision",
     "ElasticDataset",
     "Failure",
     "FaultToleranceCallback",
     "Forward",
+    "KerasState",
     "LossyForward",
     "MiniBatchRollback",
     "RecoveryPolicy",
@@ -31,6 +40,9 @@ __all__ = [
     "ReplicaGuard",
     "Restart",
     "TensorFlowState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
     "init",
+    "run",
     "shutdown",
 ]

@@ -33,7 +33,7 @@ PLAIN_DATA = (
 
 
 class _Active:
-    """The callback of the ``fit`` that runs, and the epoch iterator that lives as long as that."""
+    """The callback of the ``fit`` that runs, and its epoch iterator. After an error, until another begins."""
 
     callback: FaultToleranceCallback | None = None
     iterator: weakref.ref[Any] | None = None
@@ -106,7 +106,7 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         if sum(isinstance(one, FaultToleranceCallback) for one in callbacks) > 1:
             raise ConfigurationError("there is more than one FaultToleranceCallback in this fit: give it one")
         running = None if _Active.iterator is None else _Active.iterator()
-        if running is not None and _Active.callback is not None:
+        if running is not None and fit_hooks.is_running(running):
             raise ConfigurationError(
                 "a fit with a FaultToleranceCallback began inside of another one: train one model after the other"
             )

@@ -124,6 +124,7 @@ class Feed:
         self._end = -1
         self._reached: Position = self._position
         self._metrics = state.ft_metrics_values() if state.batch else None
+        self._before: dict[str, float] = {}
         self._rates: dict[int, list[Any]] = {}
         self._logs: Any = None
 
@@ -138,6 +139,7 @@ class Feed:
             self._state.epoch, self._state.batch = epoch, 0
         elif self._metrics is not None:
             self._state.ft_set_metrics(self._metrics)
+            self._before = {name: float(value) for name, value in self._model.get_metrics_result().items()}
         self._metrics = None
         self._source.begin_epoch(epoch)
 
@@ -173,7 +175,11 @@ class Feed:
         Args:
             logs: of this worker; changed in place. The same names on all workers.
         """
-        names = sorted(name for name, value in (logs or {}).items() if _is_number(value) and name not in self._merged())
+        logs = {} if logs is None else logs
+        for name, value in self._before.items():  # Keras has none if this worker has joined after the last batch
+            logs.setdefault(name, value)
+        self._before = {}
+        names = sorted(name for name, value in logs.items() if _is_number(value) and name not in self._merged())
         if not names:
             return
         state = self._state

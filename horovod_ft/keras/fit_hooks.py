@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,16 @@ class _Newest:
 def newest_iterator() -> Any:
     """The epoch iterator that was made last: when training begins, that of ``fit``. None if it is gone."""
     return None if _Newest.iterator is None else _Newest.iterator()
+
+
+def is_running(iterator: Any) -> bool:
+    """Whether the ``fit`` that goes by an epoch iterator is further up in the calls of this thread."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_locals.get("epoch_iterator") is iterator:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def install() -> None:

@@ -243,7 +243,7 @@ class Stages:
         if self._collected is not None:
             raise ConfigurationError(
                 "the model's train_step applies gradients more than once: a step that is undone as a whole has one "
-                "update. Put the updates into one, or train with TensorFlowState.step() in a loop of your own"
+                "update. Put the updates into one"
             )
 
     def _check_graph(self, gradients: Sequence[Any], graph: Any) -> None:

@@ -1,6 +1,6 @@
 """``TensorFlowState``: everything of a TensorFlow training that has to survive, in one object.
 
-It is what ``FaultToleranceCallback`` keeps for ``model.fit``, and what a training loop of one's own keeps by itself.
+It is what ``FaultToleranceCallback`` keeps for ``model.fit``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TensorFlowState(State):  # type: ignore[misc]
         for part in self._committer.parts:
             part.begin()
 
-    # --- what a training loop uses ---------------------------------------------------------------------------------
+    # --- what the training loop of ``fit`` uses ----------------------------------------------------------------------
 
     def step(self) -> StepContext:
         """One training step as a transaction: ``with state.step(): ...``.
@@ -99,7 +99,7 @@ class TensorFlowState(State):  # type: ignore[misc]
         something to recover or workers join.
 
         Raises:
-            UsageError: outside ``elastic.run``, or inside another step.
+            UsageError: outside of training, or inside another step.
             RecoveryError: on exit, if the failure cannot be recovered.
         """
         return self.engine.step()

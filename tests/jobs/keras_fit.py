@@ -288,7 +288,7 @@ JOBS: dict[str, dict[str, Case]] = {
         "part_of_it": Case((kill(0, 5, "allreduce", 2),), policy=LOSSY, like_one_process=False),
         "rows": Case((kill(3, 5, "allreduce", 0),), embedding, adam, policy=LOSSY, like_one_process=False),
     },
-    "restart": {"restart": Case((kill(1, 15, "allreduce", 2),), policy="checkpoint_restart(every=4)", store="in_place")},
+    "restart": {"restart": Case((kill(1, 15, "allreduce", 2),), policy="checkpoint_restart(every=4)", store="store")},
     "dies": {"dies": Case((kill(0, 15, "forward"), kill(1, 15, "forward")), store="store")},
     "again": {"again": Case(store="store", patience=9)},
     "newcomer": {"newcomer": Case(hold=(1, 3), epochs=5, patience=2)},

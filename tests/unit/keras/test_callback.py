@@ -1,0 +1,186 @@
+"""``FaultToleranceCallback`` in a job of one worker: a fit ends as ever, and what cannot work is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import horovod.tensorflow
+import keras
+import numpy as np
+import pytest
+
+import horovod_ft.keras as hvd
+from horovod_ft import runtime
+from horovod_ft.data import BatchSize, EpochOrder
+from horovod_ft.errors import ConfigurationError, PolicyError
+from tests.keras_data import Dealt
+
+drawn = np.random.default_rng(7)
+X = drawn.normal(size=(20, 3)).astype(np.float32)
+Y = (X[:, :1] * X[:, 1:2]).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A runtime of its own for each test, on the Horovod that this folder shares."""
+    monkeypatch.setattr(horovod.tensorflow, "init", lambda *_, **__: None)
+    monkeypatch.setattr(runtime._Process, "runtime", None)
+    hvd.init()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the model is compiled with jit_compile=False")
+        yield
+
+
+def compiled(*, optimizer: Any = None, **options: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    chosen = optimizer or hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+    model.compile(optimizer=chosen, loss="mse", metrics=["mae"], **options)
+    return model
+
+
+def dealt() -> Dealt:
+    return Dealt(X, Y, batch=BatchSize(6))
+
+
+def alone(epochs: int, **options: Any) -> tuple[Any, dict[str, list[float]]]:
+    """The same training in one process, without Horovod."""
+    model, order = compiled(optimizer=keras.optimizers.Adam(0.05), **options), EpochOrder(20, shuffle=True, seed=5)
+    told: dict[str, list[float]] = {}
+    for epoch in range(epochs):
+        ids = order(epoch)
+        history = model.fit(X[ids], Y[ids], batch_size=6, shuffle=False, verbose=0, validation_data=(X[:8], Y[:8]))
+        for name, values in history.history.items():
+            told.setdefault(name, []).extend(values)
+    return model, told
+
+
+def fit(model: Any, data: Any = None, epochs: int = 3, callbacks: list[Any] | None = None, **options: Any) -> Any:
+    guard = hvd.elastic.FaultToleranceCallback()
+    given = (dealt(),) if data is None else data
+    return model.fit(*given, epochs=epochs, verbose=0, callbacks=[guard, *(callbacks or [])], **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"steps_per_execution": 3}, {"run_eagerly": True}], ids=["", "steps_per_execution", "run_eagerly"]
+)
+def test_a_fit_ends_as_it_does_without(options: dict[str, Any]) -> None:
+    model = compiled(**options)
+    history = fit(model, validation_data=(X[:8], Y[:8])).history
+    expected, told = alone(3)
+    for one, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert history.keys() == told.keys()
+    for name in told:
+        assert history[name] == pytest.approx(told[name], rel=1e-4)
+
+
+def test_other_data_works_too() -> None:
+    model = compiled()
+    fit(model, (X, Y), batch_size=6)
+    assert int(model.optimizer.iterations) == 3 * 4
+
+
+def test_accumulation_goes_on_over_the_end_of_an_epoch() -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=3)
+    model = compiled(optimizer=optimizer)
+    fit(model, epochs=3)
+    assert int(model.optimizer.iterations) == 3 * 4 // 3
+
+
+def test_callbacks_see_each_batch_of_each_epoch_once() -> None:
+    seen: list[tuple[str, int]] = []
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: seen.append(("epoch", epoch)),
+        on_train_batch_end=lambda batch, logs: seen.append(("batch", batch)),
+    )
+    fit(compiled(), epochs=2, callbacks=[watch])
+    assert seen == [(kind, number) for epoch in range(2)
+                    for kind, number in [("epoch", epoch), *(("batch", batch) for batch in range(4))]]  # fmt: skip
+
+
+def test_training_may_stop_early() -> None:
+    stop = keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=1)
+    assert len(fit(compiled(), epochs=5, callbacks=[stop]).history["loss"]) == 2
+
+
+def test_the_first_epoch_may_be_a_later_one() -> None:
+    dataset = dealt()
+    history = fit(compiled(), (dataset,), epochs=5, initial_epoch=3)
+    assert history.epoch == [3, 4]
+    assert dataset.cursor.epoch == 4
+
+
+def test_the_model_can_be_fitted_again_with_and_without() -> None:
+    model = compiled()
+    fit(model, epochs=1)
+    fit(model, epochs=1)
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert int(model.optimizer.iterations) == 4 + 4 + 2
+
+
+def test_a_model_is_built_from_its_data() -> None:
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
+    fit(model, (X, Y), batch_size=5, epochs=1)
+    assert model.built
+
+
+class Boom(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        raise KeyError("of the user's own")
+
+
+def test_an_error_of_the_users_ends_the_fit_and_not_the_next_one() -> None:
+    model = compiled()
+    with pytest.raises(KeyError, match="of the user's own"):
+        fit(model, callbacks=[Boom()])
+    fit(model, epochs=1)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_is_not_distributed_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"hvd\.DistributedOptimizer"):
+        fit(compiled(optimizer=keras.optimizers.SGD()))
+
+
+def test_two_of_them_in_one_fit_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="more than one"):
+        fit(compiled(), callbacks=[hvd.elastic.FaultToleranceCallback()])
+
+
+def test_a_fit_inside_of_a_fit_is_refused() -> None:
+    class Inner(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            fit(compiled())
+
+    with pytest.raises(ConfigurationError, match="inside of another"):
+        fit(compiled(), callbacks=[Inner()])
+
+
+def test_xla_is_refused() -> None:
+    model = compiled(optimizer=keras.optimizers.SGD(0.05), jit_compile=True)
+    hvd.DistributedOptimizer(model.optimizer)
+    with pytest.raises(ConfigurationError, match="jit_compile=False"):
+        fit(model)
+
+
+def test_steps_per_epoch_has_no_meaning_with_an_elastic_dataset() -> None:
+    with pytest.raises(ConfigurationError, match="steps_per_epoch"):
+        fit(compiled(), steps_per_epoch=2)
+
+
+def test_an_unknown_policy_is_refused_at_once() -> None:
+    with pytest.raises(PolicyError):
+        hvd.elastic.FaultToleranceCallback(policy="nonsense")
+
+
+def test_outside_of_fit_it_is_refused() -> None:
+    model = compiled()
+    with pytest.raises(ConfigurationError, match=r"inside of model\.fit"):
+        keras.callbacks.CallbackList([hvd.elastic.FaultToleranceCallback()], model=model).on_train_begin()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -38,24 +39,35 @@ class CallbackStates(BasePart):
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
         self.open = True
-        self._callbacks = [callback for callback in callbacks if _remembers(callback)]
-        self._value: list[dict[str, Any]] | None = None
+        self._callbacks = _named(callback for callback in callbacks if _remembers(callback))
+        self._value: dict[str, dict[str, Any]] | None = None
 
     def changed(self) -> None:
         """An epoch has begun or ended. In between callbacks are taken for what they were."""
         self._value = None
 
-    def export(self) -> list[dict[str, Any]]:
+    def export(self) -> dict[str, dict[str, Any]]:
         if self._value is None:
-            self._value = [_plain_attributes(callback) for callback in self._callbacks]
+            self._value = {name: _plain_attributes(callback) for name, callback in self._callbacks.items()}
         return self._value
 
-    def adopt(self, value: Sequence[dict[str, Any]]) -> None:
+    def adopt(self, value: dict[str, dict[str, Any]]) -> None:
         if not self.open:
             return
-        for callback, attributes in zip(self._callbacks, value, strict=False):
-            for name, item in attributes.items():
+        for one, callback in self._callbacks.items():  # a script that goes on from a checkpoint may have others
+            for name, item in value.get(one, {}).items():
                 setattr(callback, name, _copied(item))
+
+
+def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Callbacks by the name of their class, and a number among those of one class."""
+    named: dict[str, Any] = {}
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        kind = type(callback).__name__
+        named[f"{kind}.{seen[kind]}"] = callback
+        seen[kind] += 1
+    return named
 
 
 def _remembers(callback: Any) -> bool:

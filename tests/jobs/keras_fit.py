@@ -290,7 +290,7 @@ JOBS: dict[str, dict[str, Case]] = {
     },
     "restart": {"restart": Case((kill(1, 15, "allreduce", 2),), policy="checkpoint_restart(every=4)", store="store")},
     "dies": {"dies": Case((kill(0, 15, "forward"), kill(1, 15, "forward")), store="store")},
-    "again": {"again": Case(store="store", patience=9)},
+    "again": {"again": Case(store="store")},
     "newcomer": {"newcomer": Case(hold=(1, 3), epochs=5, patience=2)},
 }
 

@@ -38,6 +38,12 @@ def test_the_history_is_that_of_the_others() -> None:
     assert mine.history == {"loss": [1.0, 0.5]}
 
 
+def test_other_callbacks_beside_them_do_not_matter() -> None:
+    mine, other = stopping(), keras.callbacks.History()
+    CallbackStates([other, mine]).adopt(CallbackStates([stopping(wait=1)]).export())
+    assert mine.wait == 1
+
+
 def test_once_it_trains_nothing_is_taken_over() -> None:
     mine = stopping(wait=3)
     states = CallbackStates([mine])
@@ -53,14 +59,14 @@ def test_between_the_borders_of_epochs_nothing_is_looked_up() -> None:
     mine.wait = 2
     assert states.export() is first
     states.changed()
-    assert states.export()[0]["wait"] == 2
+    assert states.export()["EarlyStopping.0"]["wait"] == 2
 
 
 def test_screens_files_and_callbacks_of_the_users_are_left_alone() -> None:
     class Mine(keras.callbacks.Callback):  # type: ignore[misc]
         rank = 3
 
-    assert CallbackStates([keras.callbacks.ProgbarLogger(), Mine()]).export() == []
+    assert CallbackStates([keras.callbacks.ProgbarLogger(), Mine()]).export() == {}
 
 
 def test_a_callback_made_from_one_of_keras_is_looked_after() -> None:

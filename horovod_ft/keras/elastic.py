@@ -14,6 +14,7 @@ from horovod_ft.keras.elastic_callbacks import (
 from horovod_ft.keras.keras_state import KerasState
 from horovod_ft.keras.run import run
 from horovod_ft.keras.runtime import init, shutdown
+from horovod_ft.keras.state import TensorFlowState
 from horovod_ft.policies.auto import Auto
 from horovod_ft.policies.checkpoint_restart import CheckpointRestart
 from horovod_ft.policies.lossy_forward import LossyForward
@@ -38,6 +39,7 @@ __all__ = [
     "Replay",
     "ReplicaGuard",
     "Restart",
+    "TensorFlowState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "init",

@@ -1,6 +1,7 @@
 """``TensorFlowState``: everything of a TensorFlow training that has to survive, in one object.
 
-It is what ``FaultToleranceCallback`` keeps for ``model.fit``.
+It is what ``FaultToleranceCallback`` keeps for ``model.fit``. In a training loop of one's own the update has to be the
+last thing in a step that needs the group: of an update that is applied already a replay knows nothing there.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class TensorFlowState(State):  # type: ignore[misc]
         for part in self._committer.parts:
             part.begin()
 
-    # --- what the training loop of ``fit`` uses ----------------------------------------------------------------------
+    # --- what a training loop uses ---------------------------------------------------------------------------------
 
     def step(self) -> StepContext:
         """One training step as a transaction: ``with state.step(): ...``.

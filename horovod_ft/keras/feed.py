@@ -184,16 +184,18 @@ class Feed:
             return
         state = self._state
         mine = [float(logs[name]) for name in names]
+        others = {name: float(value) for name, value in logs.items() if _is_number(value)}
         while state.told <= epoch:
             try:
                 state.engine.begin()
                 with state.step():
-                    state.logs = dict(zip(names, self._mean(mine), strict=True))
+                    # All of them: metrics hold those of the validation now, and a worker may join after this step.
+                    state.logs = {**others, **dict(zip(names, self._mean(mine), strict=True))}
                     state.told = epoch + 1
             except Restarted:
                 state.engine.enter()
                 self.catch_up()
-        logs.update({name: state.logs.get(name, value) for name, value in zip(names, mine, strict=True)})
+        logs.update(state.logs)
 
     def _merged(self) -> Any:
         """Names of logs that are those of all workers."""

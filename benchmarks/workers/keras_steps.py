@@ -1,6 +1,6 @@
 """One worker of ``keras_overhead.py``: ``model.fit`` of three kinds in turns, in the same processes.
 
-``python -m benchmarks.workers.keras_steps FOLDER MODEL ROUNDS STEPS``. The same model, data and optimizer each time:
+``python -m benchmarks.workers.keras_steps FOLDER MODEL SECONDS STEPS``. The same model, data and optimizer each time:
 
 - plain: a ``train_step`` of one's own that calls ``horovod.tensorflow.allreduce`` for each gradient;
 - wrapper: Keras's ``train_step`` with our ``DistributedOptimizer``, on the same arrays;
@@ -100,14 +100,15 @@ def slowest(seconds: float) -> float:
     return float(horovod.tensorflow.allreduce(value, name="benchmark.slowest", op=hvd.Max))
 
 
-def main(folder: str, model: str, rounds: str, steps: str) -> None:
+def main(folder: str, model: str, seconds: str, steps: str) -> None:
     hvd.init()
     timed = fits(SHAPES[model], int(steps))
     for kind in KINDS:
         timed[kind]()
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for number in range(int(rounds)):
-        for kind in KINDS if number % 2 == 0 else reversed(KINDS):
+    began = time.perf_counter()
+    while len(times["plain"]) < 2 or slowest(time.perf_counter() - began) < float(seconds):
+        for kind in KINDS if len(times["plain"]) % 2 == 0 else reversed(KINDS):
             times[kind].append(timed[kind]() / int(steps))
     if hvd.rank() == 0:
         (Path(folder) / "times.json").write_text(json.dumps(times))

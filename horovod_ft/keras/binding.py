@@ -21,6 +21,7 @@ from horovod.tensorflow import mpi_ops
 from horovod_ft.errors import RecoveryTimeoutError
 from horovod_ft.keras.flight import Flight
 from horovod_ft.keras.operations import HorovodOperations
+from horovod_ft.keras.same_names import formations
 from horovod_ft.membership.base import FLAGS, Bytes
 from horovod_ft.membership.threads import ThreadWatch
 
@@ -51,6 +52,7 @@ class TensorFlowBinding:
         arguments, options = self._arguments
         self._threads.forming()
         hvd.init(*arguments, **options)
+        formations().assign_add(1)
         self._threads.formed()
 
     def stopped(self) -> bool:

@@ -21,6 +21,7 @@ from horovod_ft.keras.accumulation import Accumulation
 from horovod_ft.keras.arguments import check_reduction
 from horovod_ft.keras.names import names_of
 from horovod_ft.keras.reducer import GradientReducer
+from horovod_ft.keras.same_names import formations
 
 OptimizerT = TypeVar("OptimizerT")
 Update = Callable[[list[Any]], None]
@@ -207,6 +208,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         sparse_as_dense=sparse_as_dense,
         device_dense=device_dense,
         device_sparse=device_sparse,
+        formed=formations(),
     )
     several = backward_passes_per_step > 1
     accumulation = Accumulation(backward_passes_per_step, average=average_aggregated_gradients) if several else None

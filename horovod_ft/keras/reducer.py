@@ -7,6 +7,7 @@ arrived, so that a group that breaks leaves every variable untouched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,6 +19,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.failures import failures
 from horovod_ft.keras.operations import HorovodOperations, Operations
+from horovod_ft.keras.same_names import SameNames
 
 #: A dense tensor, ``tf.IndexedSlices``, or None.
 Gradient = Any
@@ -34,6 +36,7 @@ class GradientReducer:
         sparse_as_dense: reduce sparse gradients as dense ones.
         device_dense, device_sparse: where the operations are placed; empty: TensorFlow decides.
         operations: of the group.
+        formed: how often this process has joined a group, see ``same_names``; None: names are not compared.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class GradientReducer:
         device_dense: str = "",
         device_sparse: str = "",
         operations: Operations | None = None,
+        formed: Any = None,
     ) -> None:
         self._prefix = prefix
         self._compression = compression
@@ -56,6 +60,7 @@ class GradientReducer:
         self._device_dense = device_dense
         self._device_sparse = device_sparse
         self._operations = operations or HorovodOperations()
+        self._same = None if formed is None else SameNames(prefix, self._operations, formed)
         with tf.init_scope(), tf.device("/CPU:0"):  # by its class, or a function that makes a reducer is traced twice
             self._weight = ResourceVariable(1.0, trainable=False, dtype=tf.float64, name="weight")
         # Names of operations reach Horovod from a graph only, and a graph has its operations run side by side.
@@ -89,7 +94,7 @@ class GradientReducer:
         """The reduced gradients, each dense or sparse as the local one is. Blocks in eager mode.
 
         A gradient that is None stays None, and takes no part: it must be None on all workers, as it is where all run
-        the same model.
+        the same model. If it is not, all workers are told, in the first reduction of a group; see ``same_names``.
 
         Args:
             names: of the gradients, unique and equal on all workers.
@@ -97,6 +102,7 @@ class GradientReducer:
         Raises:
             HorovodInternalError: in eager mode: the group broke.
             ConfigurationError: the step is being compiled with XLA.
+            InvalidArgumentError: of TensorFlow: the workers have gradients for different variables.
         """
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         if not places:
@@ -124,10 +130,18 @@ class GradientReducer:
 
     def _reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
         weighted = [self.weighted(self.prepared(gradient)) for gradient in gradients]
-        reduced: list[Gradient] = together(
-            [self.one(gradient, name) for gradient, name in zip(weighted, names, strict=True)]
-        )
+        with self.compared(weighted, names):
+            reduced: list[Gradient] = together(
+                [self.one(gradient, name) for gradient, name in zip(weighted, names, strict=True)]
+            )
         return reduced
+
+    def compared(self, gradients: Sequence[Gradient], names: Sequence[str]) -> AbstractContextManager[None]:
+        """What is made inside, in a graph, runs after the check that all workers have these prepared gradients."""
+        if self._same is None or not gradients:
+            return nullcontext()
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        return self._same.checked([f"{name}.values" if s else name for name, s in zip(names, sparse, strict=True)])
 
     def prepared(self, gradient: Gradient) -> Gradient:
         """A local gradient in the form in which it is reduced: dense or sparse."""

@@ -12,6 +12,7 @@ from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.arguments import check_reduction
 from horovod_ft.keras.names import names_of
 from horovod_ft.keras.reducer import GradientReducer
+from horovod_ft.keras.same_names import formations
 
 TapeT = TypeVar("TapeT")
 
@@ -45,7 +46,7 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
 @functools.cache
 def _reducer(**options: Any) -> GradientReducer:
     """The same for equal options: a training loop makes a tape in each step, and TensorFlow compiles the reduction."""
-    return GradientReducer("tape", **options)
+    return GradientReducer("tape", formed=formations(), **options)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoWorkers]:
     made = TwoWorkers()
     module._reducer.cache_clear()
     monkeypatch.setattr("horovod_ft.keras.reducer.HorovodOperations", lambda: made)
+    monkeypatch.setattr(module, "formations", lambda: None)
     yield made
     module._reducer.cache_clear()
 

@@ -273,9 +273,10 @@ class Stages:
     def _reduce(self, gradients: Sequence[Any], deltas: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         reducer = self.reduction.reducer
         reduced: list[Any] = []
-        for gradient, name in zip(gradients, self.names, strict=False):
-            with self._probes.before(reduced):
-                reduced.append(reducer.one(gradient, name))
+        with reducer.compared(gradients, self.names):
+            for gradient, name in zip(gradients, self.names, strict=False):
+                with self._probes.before(reduced):
+                    reduced.append(reducer.one(gradient, name))
         with self._probes.before(reduced) if gradients else tf.control_dependencies([]):
             return reduced, {dtype: self._sum(delta, dtype) for dtype, delta in deltas.items()}
 

@@ -1,6 +1,6 @@
-"""One worker's model lacks a layer that the other's has: ``python -m tests.jobs.keras_unequal FOLDER``.
+"""A layer has no gradients in the model of one worker only: ``python -m tests.jobs.keras_unequal FOLDER``.
 
-Each worker leaves what it was told, by a ``fit``, and by a tape.
+Each worker leaves what it was told: by a ``fit``, by one that recovers, and by a tape.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ X, Y = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
 
 
 def model() -> Any:
-    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
-    made.layers[0].trainable = hvd.rank() == 0
-    return made
+    inputs = keras.Input((2,))
+    hidden = keras.layers.Dense(3)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden if hvd.rank() == 0 else keras.ops.stop_gradient(hidden)))
 
 
-def fit() -> None:
+def fit(*callbacks: Any) -> None:
     made = model()
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
-    made.fit(X, Y, verbose=0)
+    made.fit(X, Y, verbose=0, callbacks=list(callbacks))
+
+
+def fit_through_failures() -> None:
+    fit(hvd.elastic.FaultToleranceCallback())
 
 
 def tape() -> None:
@@ -49,7 +53,7 @@ def told(train: Callable[[], None]) -> list[str]:
 
 def main() -> None:
     hvd.init()
-    rank, left = hvd.rank(), {"fit": told(fit), "tape": told(tape)}
+    rank, left = hvd.rank(), {"fit": told(fit), "tape": told(tape), "callback": told(fit_through_failures)}
     (Path(sys.argv[1]) / f"unequal-{rank}.json").write_text(json.dumps(left))
     hvd.shutdown()
 

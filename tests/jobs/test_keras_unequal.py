@@ -22,7 +22,7 @@ def test_workers_that_train_different_layers_are_told(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.output[-6000:]
     for rank, lengths in enumerate([4, 2]):
         left = json.loads((tmp_path / f"unequal-{rank}.json").read_text())
-        for kind, text in (left["fit"], left["tape"]):
+        for kind, text in (left["fit"], left["tape"], left["callback"]):
             assert kind == "InvalidArgumentError"
             assert "gradients for different variables" in text
             assert f"this one has {lengths}: " in text

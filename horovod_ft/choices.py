@@ -38,6 +38,14 @@ def asked_place(argument: Where | None) -> Checkpoints | None:
     return argument if argument is None or isinstance(argument, Checkpoints) else Checkpoints(argument)
 
 
+def chosen(
+    policy: RecoveryPolicy | None, place: Checkpoints | None, settings: Settings
+) -> tuple[RecoveryPolicy, Checkpoints | None]:
+    """What training runs under, from what was asked for and what the environment says."""
+    checkpoints = checkpoints_of(place, settings)
+    return policy_of(policy, checkpoints, settings), checkpoints
+
+
 def checkpoints_of(asked: Checkpoints | None, settings: Settings) -> Checkpoints | None:
     """Where checkpoints are saved: as asked, else as the environment says, else nowhere."""
     return asked if asked is not None or not settings.checkpoint else Checkpoints(settings.checkpoint)

@@ -36,15 +36,29 @@ class BasePart:
         """Nothing to take over."""
 
 
-class Attributes(BasePart):
+class Remembered(BasePart):
+    """A part whose value at the beginning of a step is what it exports then."""
+
+    def __init__(self) -> None:
+        self._saved: Any = None
+
+    def begin(self) -> None:
+        self._saved = self.export()
+
+    def rollback(self) -> None:
+        if self._saved is not None:
+            self.adopt(self._saved)
+
+
+class Attributes(Remembered):
     """The plain values among the attributes of a training state: epoch, batch, whatever the user tracks."""
 
     replicated = True
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        super().__init__()
         self._owner = owner
         self._names = tuple(names)
-        self._saved: dict[str, Any] = {}
 
     def export(self) -> dict[str, Any]:
         return {name: copied(getattr(self._owner, name)) for name in self._names}
@@ -52,12 +66,6 @@ class Attributes(BasePart):
     def adopt(self, value: dict[str, Any]) -> None:
         for name, item in value.items():
             setattr(self._owner, name, copied(item))
-
-    def begin(self) -> None:
-        self._saved = self.export()
-
-    def rollback(self) -> None:
-        self.adopt(self._saved)
 
 
 def copied(value: Any) -> Any:

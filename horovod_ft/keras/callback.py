@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod_ft.choices import Where, asked_place, asked_policy, checkpoints_of, policy_of
+from horovod_ft.choices import Where, asked_place, asked_policy, chosen
 from horovod_ft.data import Cursor
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras import fit_hooks
@@ -133,8 +133,7 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         stages.forget()
         state.ft_update.use(stages)
         _Active.callback, _Active.iterator = self, weakref.ref(iterator)
-        checkpoints = checkpoints_of(self._place, runtime.settings)
-        state.engine.start(policy_of(self._policy, checkpoints, runtime.settings), checkpoints)
+        state.engine.start(*chosen(self._policy, self._place, runtime.settings))
         state.engine.enter()
         self._states.open = False
         self._follow(state, dataset, iterator)

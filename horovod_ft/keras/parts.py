@@ -20,13 +20,13 @@ from tensorflow.python.ops import stateful_random_ops
 from horovod_ft.committer import Part
 from horovod_ft.data import Cursor
 from horovod_ft.guard import ReplicaGuard
-from horovod_ft.parts import Attributes, BasePart, CursorPart
+from horovod_ft.parts import Attributes, CursorPart, Remembered
 
 #: Names of parts that look after no attribute: tracked attributes do not begin like this.
 RANDOM, LOCAL, METRICS, RATES, VALUES = "_random", "_local", "_metrics", "_rates", "_values"
 
 
-class Variables(BasePart):
+class Variables(Remembered):
     """The values of some variables.
 
     Args:
@@ -35,16 +35,9 @@ class Variables(BasePart):
     """
 
     def __init__(self, variables: Callable[[], Sequence[Any]], *, replicated: bool) -> None:
+        super().__init__()
         self.replicated = replicated
         self._variables = variables
-        self._saved: list[Any] | None = None
-
-    def begin(self) -> None:
-        self._saved = self.export()
-
-    def rollback(self) -> None:
-        if self._saved is not None:
-            self.adopt(self._saved)
 
     def export(self) -> list[Any]:
         return [read(variable) for variable in self._variables()]
@@ -59,17 +52,8 @@ def read(variable: Any) -> tf.Tensor:
     return tf.convert_to_tensor(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
-class RandomState(BasePart):
+class RandomState(Remembered):
     """Random generators of Python, numpy, TensorFlow and Keras that belong to no model. Each worker has its own."""
-
-    def __init__(self) -> None:
-        self._saved: tuple[Any, ...] = ()
-
-    def begin(self) -> None:
-        self._saved = self.export()
-
-    def rollback(self) -> None:
-        self.adopt(self._saved)
 
     def export(self) -> tuple[Any, ...]:
         return random.getstate(), np.random.get_state(), [state.numpy() for state in _free_generators()]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from horovod_ft.choices import Where, asked_place, asked_policy, checkpoints_of, policy_of
+from horovod_ft.choices import Where, asked_place, asked_policy, chosen
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.failures import failures
 from horovod_ft.keras.runtime import current
@@ -46,7 +46,7 @@ def run(
         ConfigurationError: ``checkpoint`` names no place; and when the function is called: its first argument is no
             ``KerasState`` or ``TensorFlowState``.
     """
-    chosen, place = asked_policy(policy), asked_place(checkpoint)
+    asked, place = asked_policy(policy), asked_place(checkpoint)
 
     def decorate(train: Training[S, P, R]) -> Training[S, P, R]:
         @functools.wraps(train)
@@ -61,9 +61,8 @@ def run(
                 with failures():
                     return train(state, *args, **kwargs)
 
-            settings = current().settings
-            checkpoints = checkpoints_of(place, settings)
-            return state.engine.run(policy_of(chosen, checkpoints, settings), body, checkpoints)
+            decided, checkpoints = chosen(asked, place, current().settings)
+            return state.engine.run(decided, body, checkpoints)
 
         return wrapper
 

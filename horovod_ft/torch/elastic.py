@@ -11,7 +11,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from horovod_ft.agreement import Reach
 from horovod_ft.checkpoint.options import Checkpoints
-from horovod_ft.choices import Where, asked_place, asked_policy, checkpoints_of, policy_of
+from horovod_ft.choices import Where, asked_place, asked_policy, chosen
 from horovod_ft.committer import Committer
 from horovod_ft.data import Range
 from horovod_ft.errors import ConfigurationError
@@ -69,7 +69,7 @@ def run(
         PolicyError: there is no such policy.
         ConfigurationError: ``checkpoint`` names no place.
     """
-    chosen, place = asked_policy(policy), asked_place(checkpoint)
+    asked, place = asked_policy(policy), asked_place(checkpoint)
 
     def decorate(train: Training[S, P, R]) -> Training[S, P, R]:
         @functools.wraps(train)
@@ -80,9 +80,7 @@ def run(
                     f"hvd.elastic.TorchState(...), not {type(state).__name__}"
                 )
             engine = state.engine if isinstance(state, TorchState) else _engine_of(state)
-            settings = current().settings
-            checkpoints = checkpoints_of(place, settings)
-            decided = policy_of(chosen, checkpoints, settings)
+            decided, checkpoints = chosen(asked, place, current().settings)
             return engine.run(decided, lambda: train(state, *args, **kwargs), checkpoints)
 
         return wrapper

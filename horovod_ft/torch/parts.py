@@ -15,7 +15,7 @@ import torch
 
 from horovod_ft.committer import Part
 from horovod_ft.guard import ReplicaGuard
-from horovod_ft.parts import Attributes, BasePart, CursorPart, copied
+from horovod_ft.parts import Attributes, BasePart, CursorPart, Remembered, copied
 from horovod_ft.torch.loader import ElasticDataLoader
 
 #: A buffer: path of the module that owns it, beginning with the attribute that holds the model, and its name there.
@@ -24,17 +24,8 @@ BufferKey = tuple[str, str]
 RANDOM, BUFFERS, VALUES = "_random", "_buffers", "_values"
 
 
-class RandomState(BasePart):
+class RandomState(Remembered):
     """Random generators of Python, numpy and torch, on the host and on devices in use. Each worker has its own."""
-
-    def __init__(self) -> None:
-        self._saved: tuple[Any, ...] = ()
-
-    def begin(self) -> None:
-        self._saved = self.export()
-
-    def rollback(self) -> None:
-        self.adopt(self._saved)
 
     def export(self) -> tuple[Any, ...]:
         in_use = torch.cuda.is_initialized()

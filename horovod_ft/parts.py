@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from horovod_ft.committer import Committer, Part
 from horovod_ft.data import Cursor, Place
 
 #: Values of these types cannot change under a reference to them.
@@ -48,6 +49,25 @@ class Remembered(BasePart):
     def rollback(self) -> None:
         if self._saved is not None:
             self.adopt(self._saved)
+
+    def remembered(self) -> Any:
+        """The value at the beginning of the step that is open; not to be changed."""
+        return self._saved
+
+
+class Own(Part, Protocol):
+    """A part of which each worker has its own, and that can be asked for what it would go back to."""
+
+    def remembered(self) -> Any:
+        """The value of the last ``begin``, as ``export`` gives the present one."""
+
+
+def at_commit(part: Own, committer: Committer) -> Any:
+    """The value that goes with the last commit, as ``export`` gives it.
+
+    With a step open, such as one that accumulates gradients when training ends, the present value is of later batches.
+    """
+    return part.remembered() if committer.open else part.export()
 
 
 class Attributes(Remembered):

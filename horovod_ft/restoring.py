@@ -1,9 +1,9 @@
 """Bring a group to the newest checkpoint in a store that can be used. Collectives, no framework.
 
 All workers read: each its part of the shards, straight into the memory of its tensors, and sends that to the others.
-Where all are on one host each reads everything instead: the disk is read once for all of them, and the page cache is
-faster than sockets. Whatever was in that memory is gone from the first byte on, and what was read counts only once all
-checksums are right.
+Where all are on one host and the storage is a folder, each reads everything instead: the disk is read once for all of
+them, and the page cache is faster than sockets. Whatever was in that memory is gone from the first byte on, and what
+was read counts only once all checksums are right.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Restoring:
         tensors = _opened(durable, values, manifest)
         check_fits(manifest.tensors, [tensor.spec for tensor in tensors])
         self._committer.torn = True
-        apart = len(set(comm.allgather_object(here(), "hosts"))) > 1
+        apart = not store.storage.cached or len(set(comm.allgather_object(here(), "hosts"))) > 1
         mine = store.plan_read(manifest, group.rank, group.size) if apart else list(range(manifest.size))
         local, error = _attempt(self._read_shards, store, manifest, mine, tensors)
         problem = _why(comm.allgather_object(error, "restored"))

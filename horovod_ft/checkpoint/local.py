@@ -35,6 +35,8 @@ class LocalStorage:
             should have been mounted there is better missed than replaced.
     """
 
+    cached = True
+
     def __init__(self, root: Path) -> None:
         self._root = root
         self.url = str(root)

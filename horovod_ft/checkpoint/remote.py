@@ -30,6 +30,8 @@ class FsspecStorage:
         ConfigurationError: the scheme is unknown, or the package for it is not installed.
     """
 
+    cached = False
+
     def __init__(self, url: str) -> None:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)

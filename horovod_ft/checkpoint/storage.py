@@ -24,9 +24,11 @@ class Storage(Protocol):
 
     Attributes:
         url: where it is, for messages.
+        cached: what one process has read is in the memory of its host for all others there.
     """
 
     url: str
+    cached: bool
 
     def create(self, folder: str) -> None:
         """Make a folder, and what holds all folders if need be.

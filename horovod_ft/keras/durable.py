@@ -7,7 +7,7 @@ goes as plain values. Nothing is written or read here, and no collective is call
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import horovod
 import keras
@@ -21,6 +21,7 @@ from horovod_ft.committer import Committer, Part
 from horovod_ft.errors import MismatchError
 from horovod_ft.keras.parts import LOCAL, RANDOM
 from horovod_ft.keras.replica import TensorFlowReplica, VariableBlock, bytes_of
+from horovod_ft.parts import Own, at_commit
 
 #: TensorFlow's names of dtypes, as the safetensors format spells them.
 DTYPES = {
@@ -80,7 +81,7 @@ class TensorFlowDurable:
         return {SCHEMA: self._schema(), **by_name}
 
     def local(self) -> Any:
-        return {name: plain(self._parts[part].export()) for name, part in OWN.items()}
+        return {name: plain(at_commit(cast(Own, self._parts[part]), self._committer)) for name, part in OWN.items()}
 
     # --- restoring -------------------------------------------------------------------------------------------------
 

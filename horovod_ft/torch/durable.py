@@ -17,7 +17,7 @@ from horovod_ft.checkpoint.partition import Piece
 from horovod_ft.checkpoint.tensors import Tensor, TensorSpec
 from horovod_ft.committer import Committer, Part
 from horovod_ft.errors import MismatchError, UnsupportedStateError
-from horovod_ft.parts import CursorPart
+from horovod_ft.parts import CursorPart, Own, at_commit
 from horovod_ft.torch.arena import HostMemory
 from horovod_ft.torch.parts import BUFFERS, RANDOM, VALUES, Buffers
 from horovod_ft.torch.plain import from_plain, is_dense, to_plain
@@ -104,7 +104,7 @@ class TorchDurable:
         return to_plain({SCHEMA: self._schema(), **by_name, **values})
 
     def local(self) -> Any:
-        return to_plain({name: self._parts[part].export() for name, part in OWN.items()})
+        return to_plain({name: at_commit(cast(Own, self._parts[part]), self._committer) for name, part in OWN.items()})
 
     # --- restoring -------------------------------------------------------------------------------------------------
 
@@ -153,6 +153,7 @@ class TorchDurable:
             "attributes": {name: self._described(name, kind) for name, kind in self._kinds.items() if kind in HOLDING},
             "groups": self._replica.groups(),
             "buffers": {path: modules[path] for path in self._buffers.owners()},
+            "shapes": {path: _shape(buffer) for path, buffer in self._buffers.lasting().items()},
         }
 
     def _described(self, name: str, kind: str) -> str:
@@ -168,6 +169,7 @@ class TorchDurable:
             *_differences(_attributes(there), _attributes(here)),
             *_differences(_groups(there), _groups(here)),
             *_differences(there["buffers"], {path: modules[path] for path in there["buffers"] if path in modules}),
+            *_differences(*_in_both(there["shapes"], here["shapes"])),
         ]
         if told:
             lines = "".join(f"\n  {line}" for line in told)
@@ -269,6 +271,16 @@ def _attributes(schema: dict[str, Any]) -> dict[str, str]:
 def _groups(schema: dict[str, Any]) -> dict[str, str]:
     """``optimizer: group 0`` -> ``SGD with 2 parameters``."""
     return {name: what for name, _, what in (line.partition(" of ") for line in schema["groups"])}
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _in_both(there: dict[str, str], here: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Both without what only one has: a buffer may be made by the first forward pass."""
+    for one in (there, here):
+        yield {name: what for name, what in one.items() if name in there and name in here}
 
 
 def _differences(there: dict[str, str], here: dict[str, str]) -> Iterator[str]:

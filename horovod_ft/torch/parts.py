@@ -57,18 +57,26 @@ class Buffers(BasePart):
         self._known: dict[str, torch.nn.Module] = {}
         # A module's dict of buffers is kept, not its buffers: a module may replace them in its forward.
         self._owners: dict[str, dict[str, torch.Tensor | None]] = {}
-        self._classes: dict[str, str] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
         self._keys: list[BufferKey] = []
         self._saved: list[torch.Tensor] = []
 
     def modules(self) -> dict[str, str]:
         """Class of each module, by path, whether it has buffers or not."""
         self._live()
-        return dict(self._classes)
+        return {path: type(module).__name__ for path, module in self._modules.items()}
 
     def owners(self) -> list[str]:
         """Paths of the modules that have buffers at present."""
         return list(dict.fromkeys(path for path, _ in self._live()))
+
+    def lasting(self) -> dict[str, torch.Tensor]:
+        """Those that ``state_dict`` holds, by path: a module that is loaded has to find them as they are now."""
+        return {
+            f"{path}.{name}": buffer
+            for (path, name), buffer in self._live().items()
+            if name not in self._modules[path]._non_persistent_buffers_set
+        }
 
     def _live(self) -> dict[BufferKey, torch.Tensor]:
         models = self._models()
@@ -80,7 +88,7 @@ class Buffers(BasePart):
                 for path, module in model.named_modules()
             }
             self._owners = {path: module._buffers for path, module in modules.items()}
-            self._classes = {path: type(module).__name__ for path, module in modules.items()}
+            self._modules = modules
         return {
             (path, name): buffer
             for path, buffers in self._owners.items()
@@ -100,6 +108,10 @@ class Buffers(BasePart):
 
     def rollback(self) -> None:
         self.adopt(dict(zip(self._keys, self._saved, strict=True)))
+
+    @torch.no_grad()
+    def remembered(self) -> dict[BufferKey, torch.Tensor]:
+        return {key: saved.clone() for key, saved in zip(self._keys, self._saved, strict=True)}
 
     @torch.no_grad()
     def export(self) -> dict[BufferKey, torch.Tensor]:

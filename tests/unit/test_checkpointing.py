@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from horovod_ft.checkpoint.local import LocalStorage
 from horovod_ft.checkpoint.manifest import Manifest
 from horovod_ft.checkpoint.options import Checkpoints
 from horovod_ft.checkpoint.partition import Piece
+from horovod_ft.checkpoint.remote import FsspecStorage
 from horovod_ft.checkpoint.saver import Captured, SaveEnded
 from horovod_ft.checkpoint.tensors import TensorSpec
 from horovod_ft.data import Deal
@@ -63,7 +64,7 @@ class ScriptError(Exception):
     """An error of the script's own, which ends the job on all workers."""
 
 
-def into(folder: Path, every: int | None = 2, **more: Any) -> Callable[[Toy], None]:
+def into(folder: Path | str, every: int | None = 2, **more: Any) -> Callable[[Toy], None]:
     def prepare(toy: Toy) -> None:
         toy.checkpoints = Checkpoints(folder, every=every, **more)
 
@@ -74,7 +75,7 @@ def saved(folder: Path) -> list[int]:
     return [one.step for one in CheckpointStore(folder).candidates() if one.usable]
 
 
-def stopping(folder: Path, before: int, every: int = 2) -> Callable[[Toy], None]:
+def stopping(folder: Path | str, before: int, every: int = 2) -> Callable[[Toy], None]:
     """The script ends with an error before this step, on all workers."""
 
     def prepare(toy: Toy) -> None:
@@ -89,7 +90,7 @@ def stopping(folder: Path, before: int, every: int = 2) -> Callable[[Toy], None]
     return prepare
 
 
-def run_first(folder: Path, job: Job = DEFAULT, *, size: int = 3, before: int = 6) -> None:
+def run_first(folder: Path | str, job: Job = DEFAULT, *, size: int = 3, before: int = 6) -> None:
     ended = run_toys(size, job=job, prepare=stopping(folder, before))
     assert {type(error) for error in ended.errors.values()} == {ScriptError}
 
@@ -572,6 +573,26 @@ def test_so_it_does_where_all_are_on_one_host_and_nothing_is_sent(tmp_path: Path
     ended = run_toys(size, nothing, job=job, prepare=into(tmp_path / "run"), attempt=1, must_break=False)
     check_like_no_failure(ended, job)
     assert told(ended, "restored", "to") == {4}
+
+
+@pytest.mark.usefixtures("together")
+def test_from_an_object_store_each_shard_is_fetched_once_even_on_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, url = Job(ledger=tmp_path / "ledger"), f"memory://{tmp_path.name}"
+    run_first(url, job)
+    fetched: list[str] = []
+    opened = FsspecStorage.open
+
+    def noted(storage: FsspecStorage, folder: str, file: str) -> BinaryIO:
+        fetched.append(file)
+        return opened(storage, folder, file)
+
+    monkeypatch.setattr(FsspecStorage, "open", noted)
+    ended = run_toys(3, job=job, prepare=into(url), attempt=1)
+    check_like_no_failure(ended, job)
+    shards = [file for file in fetched if file.endswith(".safetensors")]
+    assert len(shards) == len(set(shards)) == 3
 
 
 @pytest.mark.usefixtures("together")

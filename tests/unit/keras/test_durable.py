@@ -91,6 +91,17 @@ def test_a_capture_does_not_change_with_the_variables() -> None:
     assert [bytes(part.data) for part in parts] == before
 
 
+def test_local_is_of_the_last_commit_when_training_ends_within_a_step() -> None:
+    training = Training().train()
+    before = repr(training.durable.local())
+    training.committer.begin()
+    training.model(np.ones((4, 2), np.float32), training=True)  # statistics
+    np.random.random()
+    assert repr(training.durable.local()) == before
+    training.committer.commit()
+    assert repr(training.durable.local()) != before
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
     stored = saved(Training().train())
     with pytest.raises(MismatchError, match="optimizers"):

@@ -465,6 +465,18 @@ def test_local_is_what_each_worker_has_of_its_own() -> None:
     ]  # fmt: skip
 
 
+def test_local_is_of_the_last_commit_when_training_ends_within_an_accumulation() -> None:
+    training = Training()
+    training.train(2)
+    durable, committer = training.state.ft_durable(), training.state._committer
+    before = repr(durable.local())
+    committer.begin()
+    training.model(torch.ones(4, 4))  # statistics and dropout
+    assert repr(durable.local()) == before
+    committer.commit()
+    assert repr(durable.local()) != before
+
+
 def test_a_state_of_another_class_cannot_be_checkpointed() -> None:
     assert _OtherState(None).ft_durable() is None  # type: ignore[func-returns-value]  # mypy knows it, too
 
@@ -485,6 +497,20 @@ def small(model: nn.Module | None = None, optimizer: Callable[[Any], Any] = torc
 
 def groups_of_one(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [parameter]} for parameter in parameters])
+
+
+class Buffered(nn.Module):
+    """One buffer that ``state_dict`` holds, one that it does not, and one that the first forward pass makes."""
+
+    kept: Tensor
+    passing: Tensor
+    lazy: Tensor | None
+
+    def __init__(self, length: int, passing: int = 2) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.arange(length, dtype=torch.float32))
+        self.register_buffer("passing", torch.ones(passing), persistent=False)
+        self.register_buffer("lazy", None)
 
 
 def another_name() -> Any:
@@ -512,6 +538,10 @@ def another_name() -> Any:
         (small, lambda: small(network()), "model.1 is BatchNorm1d in the checkpoint, Tanh here"),
         (small, lambda: small(nn.Linear(2, 2)), "model.1 is only in the checkpoint"),
         (
+            lambda: TorchState(model=Buffered(3)), lambda: TorchState(model=Buffered(1)),
+            "model.kept is float32 of shape (3,) in the checkpoint, float32 of shape (1,) here",
+        ),
+        (
             lambda: reading(8, seed=1), lambda: reading(8, seed=2),
             "state.loader is loader of 8 samples, shuffled with seed 1 in the checkpoint, loader of 8 samples, "
             "shuffled with seed 2 here",
@@ -522,7 +552,8 @@ def another_name() -> Any:
             "shuffled with seed 1 here",
         ),
     ],
-    ids=["fewer", "more", "other", "renamed", "optimizer", "groups", "no-buffers", "no-module", "seed", "length"],
+    ids=["fewer", "more", "other", "renamed", "optimizer", "groups", "no-buffers", "no-module", "buffer",
+         "seed", "length"],
 )
 def test_a_state_that_does_not_fit_is_refused_and_unchanged(
     there: Callable[[], Any], here: Callable[[], Any], told: str
@@ -533,6 +564,14 @@ def test_a_state_that_does_not_fit_is_refused_and_unchanged(
         state.ft_durable().open(there().ft_durable().shared())
     assert told in str(caught.value)
     assert same(copy_of(state.model), before)
+
+
+def test_buffers_that_a_module_makes_as_it_goes_may_differ(store: CheckpointStore) -> None:
+    source, target = TorchState(model=Buffered(3, passing=5)), TorchState(model=Buffered(3))
+    source.model.lazy = torch.ones(2)
+    restore(store, save(store, source), target)
+    assert target.model.passing.shape == (5,)
+    assert torch.equal(target.model.lazy, torch.ones(2))
 
 
 def test_a_module_without_buffers_may_come_and_go(store: CheckpointStore) -> None:

@@ -20,6 +20,7 @@ from horovod_ft.keras import fit_hooks
 from horovod_ft.keras.callback_states import CallbackStates
 from horovod_ft.keras.feed import DatasetSource, Feed, PlainSource, Source
 from horovod_ft.keras.optimizer import distributed_in
+from horovod_ft.keras.plain_fit import set_weight
 from horovod_ft.keras.probes import FaultProbes
 from horovod_ft.keras.runtime import current
 from horovod_ft.keras.stages import Stages
@@ -174,6 +175,7 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         _Active.callback = _Active.iterator = None
         if self._state is not None:
             self._state.engine.stop()
+            set_weight(self.model, 1.0)  # what trains next is no slice
         self._state = self._feed = self._states = None
 
 

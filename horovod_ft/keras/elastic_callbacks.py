@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from horovod_ft.errors import ConfigurationError
+
 Logs = dict[str, Any] | None
 
 
@@ -17,10 +19,15 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ke
     Args:
         state: a ``KerasState``.
         batches_per_commit: at least 1.
+
+    Raises:
+        ConfigurationError: ``batches_per_commit`` is less.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
+        if batches_per_commit < 1:
+            raise ConfigurationError(f"batches_per_commit is {batches_per_commit}; it must be at least 1")
         self.state = state
         self.batches_per_commit = batches_per_commit
         self.batches_remaining = batches_per_commit
@@ -60,7 +67,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps in ``state.epoch`` how many epochs are done, over all calls of ``fit`` that count from 0.
+    """Keeps in ``state.epoch`` how many epochs are done, over all calls of ``fit``: whether they count from 0 each time
+    or begin at ``initial_epoch=state.epoch``.
 
     Args:
         state: with an attribute ``epoch``.
@@ -70,9 +78,15 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self.state = state
         self.initial_epoch = state.epoch
+        self._first: int | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self.initial_epoch = self.state.epoch
+        self._first = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if self._first is None:
+            self._first = epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self.state.epoch = self.initial_epoch + epoch + 1
+        self.state.epoch = self.initial_epoch + epoch - (self._first or 0) + 1

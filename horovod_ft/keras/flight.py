@@ -1,14 +1,18 @@
-"""One blocking operation in a thread of its own, so that the wait for it has a bound and can be interrupted.
+"""One blocking operation in another thread, so that the wait for it has a bound and can be interrupted.
 
-TensorFlow's operations block until Horovod is through with them, which may be never. A thread that nobody waits for any
-more ends with its operation, at the latest with the process.
+TensorFlow's operations block until Horovod is through with them, which may be never. A thread whose operation has ended
+takes the next one: what TensorFlow keeps for a thread, such as the primitives of its kernels, is made once. A thread
+that nobody waits for any more is free when its operation ends, if ever, and does not keep the process from ending.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
@@ -33,14 +37,19 @@ class Flight:
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._fly, name="horovod_ft.flight", daemon=True).start()
+        pilot = _free()
+        pilot.flights.put(self)
 
-    def _fly(self) -> None:
+    def fly(self) -> None:
+        """Run the operation, in this thread."""
         try:
             with failures():
                 self._result = self._operation()
         except BaseException as error:
             self._error = error
+
+    def land(self) -> None:
+        """The operation has ended, and its thread is free again."""
         self._ended.set()
 
     def wait(self, deadline: float, mono: Callable[[], float] = time.monotonic) -> bool:
@@ -61,3 +70,38 @@ class Flight:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+class Pilot(threading.Thread):
+    """A thread that runs one operation after the other.
+
+    Attributes:
+        flights: that it is to run; one at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="horovod_ft.flight", daemon=True)
+        self.flights: SimpleQueue[Flight] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self._take(self.flights.get())
+
+    def _take(self, flight: Flight) -> None:
+        """Nothing of a flight is kept when this returns."""
+        flight.fly()
+        _idle.append(self)  # first, so that who has waited for this flight finds this thread
+        flight.land()
+
+
+#: Threads without an operation. A deque's append and pop need no lock.
+_idle: deque[Pilot] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+
+
+def _free() -> Pilot:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return Pilot()

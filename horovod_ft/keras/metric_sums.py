@@ -26,12 +26,14 @@ class MetricSums:
 
     def __init__(self, variables: Callable[[], Sequence[Any]]) -> None:
         self.variables = variables
+        self._set = True  # what the variable holds: to read that takes time in each step
         with tf.init_scope(), tf.device("/CPU:0"):
             self._counts = ResourceVariable(True, trainable=False, dtype=tf.bool, name="counts")
 
     def set_counts(self, counts: bool) -> None:
         """Whether this worker's share counts from now on; not if it computes on a borrowed sample."""
-        if bool(self._counts) != counts:
+        if self._set != counts:
+            self._set = counts
             self._counts.assign(counts)
 
     def set_aside(self) -> list[tf.Tensor]:

@@ -61,6 +61,7 @@ class GradientReducer:
         self._device_sparse = device_sparse
         self._operations = operations or HorovodOperations()
         self._same = None if formed is None else SameNames(prefix, self._operations, formed)
+        self._set = 1.0  # what the variable holds
         with tf.init_scope(), tf.device("/CPU:0"):  # by its class, or a function that makes a reducer is traced twice
             self._weight = ResourceVariable(1.0, trainable=False, dtype=tf.float64, name="weight")
         # Names of operations reach Horovod from a graph only, and a graph has its operations run side by side.
@@ -76,7 +77,9 @@ class GradientReducer:
 
         With 0.0 this worker adds nothing, whatever its gradients are. Read when a graph runs.
         """
-        self._weight.assign(factor)
+        if self._set != factor:
+            self._set = factor
+            self._weight.assign(factor)
 
     def weighted(self, gradient: Gradient) -> Gradient:
         """A local gradient, times the present weight."""

@@ -78,7 +78,11 @@ class TensorFlowReplica:
 
     def local(self) -> list[Any]:
         """Variables of which each worker has its own."""
-        return [variable for _, variable, local in self.named() if local]
+        found: dict[int, tuple[Any, bool]] = {}
+        for _, variables in self._owners():  # not ``named``: names take time, and this is asked in each step
+            for variable, local in variables:
+                found.setdefault(id(variable), (variable, local))
+        return [variable for variable, local in found.values() if local]
 
     def schema(self) -> list[str]:
         tensors = [f"{name} {tuple(variable.shape)} {variable.dtype}" for name, variable, _ in self.named()]

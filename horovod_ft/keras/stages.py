@@ -58,6 +58,7 @@ class Collected(NamedTuple):
         present: which of all gradients these are.
         length: how many there are in all.
         places: of the variables of all.
+        elements: how many numbers the gradients have that are not None.
         update: gets all gradients, reduced, with None where there is none.
     """
 
@@ -65,6 +66,7 @@ class Collected(NamedTuple):
     present: tuple[int, ...]
     length: int
     places: tuple[int, ...]
+    elements: int
     update: Callable[[list[Any]], None]
 
 
@@ -123,9 +125,7 @@ class Stages:
     @property
     def elements(self) -> int:
         """How many numbers an update has. Known after the first step."""
-        variables = self._model.optimizer._trainable_variables
-        places = () if self._collected is None else (self._collected.places[one] for one in self._collected.present)
-        return sum(int(np.prod(variables[place].shape)) for place in places)
+        return 0 if self._collected is None else self._collected.elements
 
     @property
     def traced(self) -> int:
@@ -223,7 +223,9 @@ class Stages:
             self._check(given)
             present = tuple(place for place, gradient in enumerate(given) if gradient is not None)
             named = tuple(names[place] for place in present)
-            self._collected = Collected(named, present, len(given), tuple(places), update)
+            variables = self._model.optimizer._trainable_variables
+            elements = sum(int(np.prod(variables[places[place]].shape)) for place in present)
+            self._collected = Collected(named, present, len(given), tuple(places), elements, update)
             gradients[:] = [given[place] for place in present]
 
         reduction = self.reduction

@@ -24,14 +24,13 @@ import keras
 import numpy as np
 
 import horovod_ft.keras as hvd
-from horovod_ft.data import BatchSize, EpochOrder
+from horovod_ft.data import EpochOrder
 from horovod_ft.faults.plan import Fault
 from horovod_ft.keras.runtime import current
 from horovod_ft.ledger import Ledger
-from tests.keras_data import Dealt
 
 START_RANK = int(os.environ.get("HOROVOD_RANK", "0"))
-ROWS, GLOBAL, EPOCHS, WORDS = 100, 12, 2, 11
+ROWS, GLOBAL, EPOCHS, WORDS, SEED = 100, 12, 2, 11, 5
 #: After so many seconds a worker says where it is.
 STUCK_S = 150.0
 Array = np.ndarray[Any, Any]
@@ -181,7 +180,8 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
         callbacks.append(DiesInValidation(case.killed_in[1]))
     if case.hold is not None:
         callbacks.append(Holds(*case.hold, folder))
-    data = (x, y) if case.plain else (Dealt(x, y, batch=BatchSize(case.global_batch)),)
+    dealt = hvd.elastic.ElasticDataset(x, y, global_batch_size=case.global_batch, shuffle=True, seed=SEED)
+    data = (x, y) if case.plain else (dealt,)
     batch = {"batch_size": case.global_batch, "shuffle": False} if case.plain else {}
     told = model.fit(
         *data, epochs=case.epochs, verbose=0, validation_data=(x[:24], y[:24]), callbacks=callbacks, **batch
@@ -218,7 +218,7 @@ def alone(case: Case) -> tuple[Any, dict[str, list[float]]]:
     """The same training by one process, without Horovod and without failures."""
     model = made(case, case.optimizer())
     x, y = arrays_of(case)
-    order = EpochOrder(ROWS, shuffle=True, seed=5)
+    order = EpochOrder(ROWS, shuffle=True, seed=SEED)
 
     class EachEpoch(keras.utils.PyDataset):  # type: ignore[misc]
         epoch = 0

@@ -10,12 +10,12 @@ import horovod.tensorflow
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import horovod_ft.keras as hvd
 from horovod_ft import runtime
-from horovod_ft.data import BatchSize, EpochOrder
+from horovod_ft.data import EpochOrder
 from horovod_ft.errors import ConfigurationError, PolicyError
-from tests.keras_data import Dealt
 
 drawn = np.random.default_rng(7)
 X = drawn.normal(size=(20, 3)).astype(np.float32)
@@ -42,8 +42,8 @@ def compiled(*, optimizer: Any = None, **options: Any) -> Any:
     return model
 
 
-def dealt() -> Dealt:
-    return Dealt(X, Y, batch=BatchSize(6))
+def dealt() -> Any:
+    return hvd.elastic.ElasticDataset(X, Y, global_batch_size=6, shuffle=True, seed=5)
 
 
 def alone(epochs: int, **options: Any) -> tuple[Any, dict[str, list[float]]]:
@@ -100,6 +100,14 @@ def test_callbacks_see_each_batch_of_each_epoch_once() -> None:
     fit(compiled(), epochs=2, callbacks=[watch])
     assert seen == [(kind, number) for epoch in range(2)
                     for kind, number in [("epoch", epoch), *(("batch", batch) for batch in range(4))]]  # fmt: skip
+
+
+def test_what_trains_next_is_no_slice_of_a_batch() -> None:
+    model = compiled()
+    reducer = model.optimizer.ft_reduction.reducer
+    slices = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: reducer.set_weight(0.5))
+    fit(model, callbacks=[slices])
+    assert float(reducer.weighted(tf.constant(2.0))) == 2.0
 
 
 def test_training_may_stop_early() -> None:

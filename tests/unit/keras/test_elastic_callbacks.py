@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 
 
@@ -22,11 +23,11 @@ class Noted:
         self.commits.append((self.epoch, self.batch))
 
 
-def fit(*callbacks: Any, epochs: int = 1, batches: int = 5) -> None:
+def fit(*callbacks: Any, epochs: int = 1, batches: int = 5, **more: Any) -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.zeros((batches, 1), np.float32)
-    model.fit(x, x, batch_size=1, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    model.fit(x, x, batch_size=1, epochs=epochs, verbose=0, callbacks=list(callbacks), **more)
 
 
 def test_a_state_is_committed_after_so_many_batches_and_at_the_end_of_an_epoch() -> None:
@@ -56,6 +57,20 @@ def test_epochs_are_counted_over_all_fits(before: int) -> None:
     for _ in range(2):
         fit(callback, epochs=2, batches=1)
     assert state.epoch == before + 4
+
+
+def test_epochs_are_counted_once_where_fit_begins_at_the_states_epoch() -> None:
+    state = Noted()
+    callback = UpdateEpochStateCallback(state)
+    for epochs in (2, 5):
+        fit(callback, epochs=epochs, initial_epoch=state.epoch, batches=1)
+        assert state.epoch == epochs
+
+
+@pytest.mark.parametrize("batches", [0, -1])
+def test_commits_after_no_batches_are_refused(batches: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"batches_per_commit is {batches}; it must be at least 1"):
+        CommitStateCallback(Noted(), batches)
 
 
 def test_between_two_epochs_no_batch_is_done() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -68,3 +71,33 @@ def test_a_wait_for_what_horovod_has_given_up_ends(gate: threading.Event, monkey
     monkeypatch.setattr(flight, "ASK_S", 0.0)
     with pytest.raises(HorovodInternalError, match="Horovod has stopped"):
         Flight(gate.wait, lambda: True).wait(math.inf)
+
+
+def test_a_thread_takes_the_next_operation_when_one_has_ended() -> None:
+    first = Flight(threading.get_ident, running)
+    first.wait(math.inf)
+    second = Flight(threading.get_ident, running)
+    second.wait(math.inf)
+    assert first.result() == second.result() != threading.get_ident()
+
+
+def test_an_operation_does_not_wait_for_one_that_goes_on(gate: threading.Event) -> None:
+    hangs = Flight(gate.wait, running)
+    begun = Flight(lambda: 7, running)
+    assert begun.wait(math.inf)
+    assert not hangs.wait(0.0)
+
+
+def test_what_an_operation_holds_is_let_go_when_it_has_ended() -> None:
+    class Held:
+        """Something large, say."""
+
+    held = Held()
+    gone = weakref.ref(held)
+    begun = Flight(functools.partial(bool, held), running)
+    begun.wait(math.inf)
+    del held, begun
+    until = time.monotonic() + 10.0
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert gone() is None

@@ -10,10 +10,13 @@ completed after it; of the survivors' gaps the longest counts. Every worker writ
 monotonic clock, in the same way on both sides. One kill a job; stock and ours take turns, so that both see the same
 machine. The stages of our recoveries come from the events of horovod_ft.
 
+With ``--framework keras`` ours is a ``model.fit``. Stock Horovod runs the loop that its documentation shows for
+TensorFlow, because its own ``fit`` averages nothing on Keras 3.
+
 The hosts are given with ``-H``. With ``--discovery`` horovodrun asks a discovery script for them every second, on both
 sides: while the script runs, the launcher answers nobody, and a failure that falls into that time waits for it.
 
-    python benchmarks/recovery_gap.py [--kills 5] [--discovery] [--json FILE]
+    python benchmarks/recovery_gap.py [--framework torch|keras] [--kills 5] [--discovery] [--json FILE]
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ from horovod_ft.timeline import recoveries
 WORKERS = 4
 #: Stock Horovod can stall for half a minute, and horovodrun takes its time to start.
 JOB_TIMEOUT_S = 150.0
+#: What the workers of a framework run.
+MODULES = {"torch": "recovery", "keras": "keras_recovery"}
 GOAL_RATIO, GOAL_GAP_S = 50.0, 0.5
 
 
@@ -69,17 +74,16 @@ class Kill:
     stages_s: dict[str, float]
 
 
-def measure(side: str, rank: int, step: int, folder: Path, *, discovery: bool) -> Kill:
+def measure(side: str, rank: int, folder: Path, arguments: argparse.Namespace) -> Kill:
     """Run a job in which a worker is killed.
 
     Raises:
         BenchmarkError: the job failed, or a survivor has no gap.
     """
-    arguments = [side, str(folder), str(rank), str(step)]
+    given = [side, str(folder), str(rank), str(arguments.kill_at)]
+    module, fixed = MODULES[arguments.framework], not arguments.discovery
     env = {"HOROVOD_FT_LEDGER": "", **({} if side == "ours" else {"HOROVOD_FT_EVENTS": ""})}
-    job = run_workers(
-        "recovery", arguments, WORKERS, folder, env=env, timeout_s=JOB_TIMEOUT_S, fixed_hosts=not discovery
-    )
+    job = run_workers(module, given, WORKERS, folder, env=env, timeout_s=JOB_TIMEOUT_S, fixed_hosts=fixed)
     gaps = {survivor: gap(folder / f"steps-{survivor}.jsonl") for survivor in range(WORKERS) if survivor != rank}
     missing = [survivor for survivor, seconds in gaps.items() if seconds is None]
     if missing:
@@ -112,14 +116,15 @@ def medians(kills: Sequence[Kill]) -> dict[str, float]:
     return {stage: statistics.median(taken[stage]) for stage in STAGES if stage in taken}
 
 
-def summarized(stock: Sequence[Kill], ours: Sequence[Kill], *, discovery: bool) -> dict[str, Any]:
+def summarized(stock: Sequence[Kill], ours: Sequence[Kill], arguments: argparse.Namespace) -> dict[str, Any]:
     """What goes into the JSON file."""
     stock_gaps, gaps = [kill.gap_s for kill in stock], [kill.gap_s for kill in ours]
     ratio = statistics.median(stock_gaps) / statistics.median(gaps)
     return {
         "benchmark": "recovery_gap",
+        "framework": arguments.framework,
         "workers": WORKERS,
-        "hosts": "discovery script" if discovery else "fixed",
+        "hosts": "discovery script" if arguments.discovery else "fixed",
         "stock_commits_every_steps": 1,
         "stock_gap_s": stock_gaps,
         "gap_s": gaps,
@@ -138,8 +143,8 @@ def summarized(stock: Sequence[Kill], ours: Sequence[Kill], *, discovery: bool) 
 
 
 def show(result: dict[str, Any]) -> None:
-    hosts = result["hosts"]
-    table = Table(title=f"{WORKERS} workers, one killed, hosts: {hosts}; seconds without a completed step")
+    hosts, framework = result["hosts"], result["framework"]
+    table = Table(title=f"{framework}, {WORKERS} workers, one killed, hosts: {hosts}; seconds without a completed step")
     for column in ("", "median", "min", "max", "kills"):
         table.add_column(column, justify="right" if column else "left")
     for name, key in (("stock Horovod, commit in every step", "stock_gap_spread_s"), ("horovod_ft", "gap_spread_s")):
@@ -163,7 +168,7 @@ def take_turns(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, l
             what = f"kill {number + 1} of {arguments.kills}, worker {rank}, {side:5}"
             try:
                 job = folder / f"{side}-{number}"
-                done.append(measure(side, rank, arguments.kill_at, job, discovery=arguments.discovery))
+                done.append(measure(side, rank, job, arguments))
                 console.print(f"{what}: {done[-1].gap_s:7.3f} s")
             except BenchmarkError as error:
                 failures.append(f"{what}: {error}")
@@ -174,6 +179,7 @@ def take_turns(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, l
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as one JSON object")
+    parser.add_argument("--framework", choices=MODULES, default="torch", help="default: torch")
     parser.add_argument("--kills", type=int, default=5, help="on each side (default: 5)")
     parser.add_argument("--kill-at", type=int, default=30, metavar="STEP", help="steps before the kill, up to 40")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 0], choices=range(WORKERS), metavar="RANK",
@@ -189,7 +195,7 @@ def main() -> int:
             parser.error(f"{folder} is not empty: --folder needs a new or an empty one")
         kills, failures = take_turns(arguments, folder)
     if all(kills.values()):
-        result = {**summarized(kills["stock"], kills["ours"], discovery=arguments.discovery), "failures": failures}
+        result = {**summarized(kills["stock"], kills["ours"], arguments), "failures": failures}
         show(result)
         write_json(arguments.json, result)
     for failure in failures:

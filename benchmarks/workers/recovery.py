@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.workers.completed import Dies, Steps, take_part
 from benchmarks.workers.models import Shape, backward, make_model
-from horovod_ft.events import JsonLines
 
 EPOCHS, WORKERS, BATCH = 2, 4, 16
 SHAPE = Shape(128, 6, BATCH)
@@ -30,16 +28,6 @@ SHAPE = Shape(128, 6, BATCH)
 def digits() -> TensorDataset:
     images, labels = load_digits(return_X_y=True)
     return TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-
-
-class Steps:
-    """The record of completed steps: one write a line, no buffer."""
-
-    def __init__(self, folder: Path) -> None:
-        self._lines = JsonLines(folder / f"steps-{os.environ['HOROVOD_RANK']}.jsonl")
-
-    def completed(self, step: int, size: int) -> None:
-        self._lines.write(f"[{time.monotonic()!r}, {step}, {size}]")
 
 
 def die_in_backward(model: Any, now: Callable[[], bool]) -> None:
@@ -52,7 +40,7 @@ def die_in_backward(model: Any, now: Callable[[], bool]) -> None:
     model[0].weight.register_hook(hook)
 
 
-def stock(steps: Steps, dies: Callable[[int, int], bool]) -> None:
+def stock(steps: Steps, dies: Dies) -> None:
     import horovod.torch as hvd  # noqa: PLC0415  each side imports what its users import
 
     hvd.init()
@@ -82,7 +70,7 @@ def stock(steps: Steps, dies: Callable[[int, int], bool]) -> None:
     hvd.elastic.run(train)(state)
 
 
-def ours(steps: Steps, dies: Callable[[int, int], bool]) -> None:
+def ours(steps: Steps, dies: Dies) -> None:
     import horovod_ft.torch as hvd  # noqa: PLC0415
 
     hvd.init()
@@ -109,12 +97,5 @@ def ours(steps: Steps, dies: Callable[[int, int], bool]) -> None:
     train(state)
 
 
-def main(side: str, folder: str, kill_rank: str, kill_step: str) -> None:
-    mortal = os.environ["HOROVOD_RANK"] == kill_rank
-    last = int(kill_step)
-    run = {"stock": stock, "ours": ours}[side]
-    run(Steps(Path(folder)), lambda done, size: mortal and done == last and size == WORKERS)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    take_part({"stock": stock, "ours": ours}, WORKERS, *sys.argv[1:])

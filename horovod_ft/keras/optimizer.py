@@ -60,13 +60,13 @@ class Reduction:
             self.collector(gradients, names, places, update)
             return
 
-        def reduce_and_update(whole: Sequence[Any]) -> None:
-            self.update(self.reducer.reduce(whole, names), update)
-
         if self.accumulation is None:
-            reduce_and_update(gradients)
-        else:
-            self.accumulation.add(gradients, places, reduce_and_update)
+            self.update(self.reducer.reduce(gradients, names), update)
+            return
+        weighted = [None if one is None else self.reducer.weighted(self.reducer.prepared(one)) for one in gradients]
+        self.accumulation.add(
+            weighted, places, lambda sums: self.update(self.reducer.reduce(sums, names, weigh=False), update)
+        )
 
     def update(self, reduced: Sequence[Any], update: Update) -> None:
         """Apply the update, with gradients that are reduced, once all of them are there."""

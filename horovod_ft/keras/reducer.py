@@ -93,7 +93,7 @@ class GradientReducer:
 
         return tf.cond(tf.equal(weight, 1.0), lambda: gradient, product)
 
-    def reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
+    def reduce(self, gradients: Sequence[Gradient], names: Sequence[str], *, weigh: bool = True) -> list[Gradient]:
         """The reduced gradients, each dense or sparse as the local one is. Blocks in eager mode.
 
         A gradient that is None stays None, and takes no part: it must be None on all workers, as it is where all run
@@ -101,6 +101,7 @@ class GradientReducer:
 
         Args:
             names: of the gradients, unique and equal on all workers.
+            weigh: by the present weight; not what is weighted already.
 
         Raises:
             HorovodInternalError: in eager mode: the group broke.
@@ -111,28 +112,29 @@ class GradientReducer:
         if not places:
             return list(gradients)
         reduced: list[Gradient] = [None] * len(gradients)
-        for place, gradient in zip(places, self._present(gradients, names, places), strict=True):
+        for place, gradient in zip(places, self._present(gradients, names, places, weigh), strict=True):
             reduced[place] = gradient
         return reduced
 
     def _present(
-        self, gradients: Sequence[Gradient], names: Sequence[str], places: Sequence[int]
+        self, gradients: Sequence[Gradient], names: Sequence[str], places: Sequence[int], weigh: bool
     ) -> Sequence[Gradient]:
         present = [gradients[place] for place in places]
         named = tuple(names[place] for place in places)
         if tf.executing_eagerly():
             with failures():
-                result: Sequence[Gradient] = self._graph(present, named)
+                result: Sequence[Gradient] = self._graph(present, named, weigh)
                 return result
         if control_flow_util.GraphOrParentsInXlaContext(framework.get_default_graph()):
             raise ConfigurationError(
                 "the training step is being compiled with XLA, which cannot compile Horovod's operations: give "
                 "jit_compile=False to model.compile() or tf.function()"
             )
-        return self._reduce(present, named)
+        return self._reduce(present, named, weigh)
 
-    def _reduce(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
-        weighted = [self.weighted(self.prepared(gradient)) for gradient in gradients]
+    def _reduce(self, gradients: Sequence[Gradient], names: Sequence[str], weigh: bool) -> list[Gradient]:
+        prepared = [self.prepared(gradient) for gradient in gradients]
+        weighted = [self.weighted(gradient) for gradient in prepared] if weigh else prepared
         with self.compared(weighted, names):
             reduced: list[Gradient] = together(
                 [self.one(gradient, name) for gradient, name in zip(weighted, names, strict=True)]

@@ -230,6 +230,17 @@ def test_sums_begin_anew_after_an_update(graph: bool) -> None:
     assert stepped(optimizer, [[1.0, 0.0]] * 4, graph, start=(0.0, 0.0)) == [-8.0, 0.0]
 
 
+@MODES
+def test_each_pass_counts_by_the_weight_that_it_has_then(graph: bool) -> None:
+    optimizer, variable = in_two(sgd(1.0), backward_passes_per_step=2), weight((0.0, 0.0))
+    optimizer.build([variable])
+    apply = (tf.function if graph else lambda function: function)(lambda gradient: optimizer.apply([gradient]))
+    for factor, gradient in ((0.5, [2.0, 0.0]), (1.0, [0.0, 3.0])):
+        optimizer.ft_reduction.reducer.set_weight(factor)
+        apply(tf.constant(gradient))
+    assert variable.numpy().tolist() == [-2.0, -6.0]
+
+
 def test_iterations_count_updates() -> None:
     optimizer = in_two(sgd(1.0), backward_passes_per_step=2)
     stepped(optimizer, [[1.0, 0.0]] * 5)

@@ -77,16 +77,6 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self.initial_epoch = state.epoch
-        self._first: int | None = None
-
-    def on_train_begin(self, logs: Logs = None) -> None:
-        self.initial_epoch = self.state.epoch
-        self._first = None
-
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if self._first is None:
-            self._first = epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self.state.epoch = self.initial_epoch + epoch - (self._first or 0) + 1
+        self.state.epoch += 1

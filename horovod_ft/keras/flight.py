@@ -37,8 +37,7 @@ class Flight:
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        pilot = _free()
-        pilot.flights.put(self)
+        _free().flights.put(self)
 
     def fly(self) -> None:
         """Run the operation, in this thread."""

@@ -9,6 +9,7 @@ on through all samples.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import sys
@@ -25,8 +26,6 @@ from benchmarks.workers.keras_models import Shape, layers_of
 
 EPOCHS, WORKERS, BATCH = 2, 4, 16
 SHAPE = Shape(128, 6, BATCH, inputs=64)
-#: That ours takes for the samples; stock Horovod goes through the same number.
-STEPS = 56
 Array = np.ndarray[Any, Any]
 
 
@@ -84,17 +83,18 @@ def stock(steps: Steps, dies: Dies) -> None:
     optimizer.build(model.trainable_variables)
     variables = [variable.value for variable in (*model.variables, *optimizer.variables)]
     state = hvd.elastic.TensorFlowState(variables=variables, batch=0)
+    as_many_as_ours = EPOCHS * math.ceil(len(images) / (WORKERS * BATCH))
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def one_step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply([hvd.allreduce(gradient) for gradient in gradients], model.trainable_variables)
 
     def train(state: Any) -> None:
-        @tf.function  # type: ignore[untyped-decorator]  # anew in each group: Horovod's size is a constant in it
-        def one_step(x: Any, y: Any) -> None:
-            with tf.GradientTape() as tape:
-                value = loss(y, model(x, training=True))
-            gradients = tape.gradient(value, model.trainable_variables)
-            optimizer.apply([hvd.allreduce(gradient) for gradient in gradients], model.trainable_variables)
-
         for begin in itertools.cycle(range(0, len(images) - BATCH, BATCH)):
-            if state.batch >= STEPS:
+            if state.batch >= as_many_as_ours:
                 return
             one_step(images[begin : begin + BATCH], labels[begin : begin + BATCH])
             state.batch += 1

@@ -6,7 +6,6 @@ the same order, one at a time. What runs beside the training has a name, and so 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +20,11 @@ from horovod.tensorflow import mpi_ops
 from horovod_ft.errors import RecoveryTimeoutError
 from horovod_ft.keras.flight import Flight
 from horovod_ft.keras.operations import HorovodOperations
+from horovod_ft.keras.question import NAME, Question
 from horovod_ft.keras.same_names import formations
-from horovod_ft.membership.base import FLAGS, Bytes
+from horovod_ft.membership.base import Bytes
 from horovod_ft.membership.threads import ThreadWatch
 
-#: How many workers have said yes to a question, at most: 15 bits of the 60 that four questions have.
-COUNT_BITS = 15
 HOST = "/CPU:0"
 
 
@@ -36,17 +34,22 @@ class TensorFlowBinding:
     Args:
         timeout_s: bound of each blocking collective.
         arguments: what the user gave to ``hvd.init``, for the first call of ``init``.
+
+    Attributes:
+        riding: steps take questions along; else each has an operation of its own.
     """
 
     #: What TensorFlow raises for a broken group becomes this one, see ``failures``.
     failure_types: tuple[type[BaseException], ...] = (HorovodInternalError,)
 
     def __init__(self, timeout_s: float, *arguments: Any, **options: Any) -> None:
+        self.riding = False
         self._timeout_s = timeout_s
         self._arguments = arguments, options
         self._threads = ThreadWatch()
-        self._sum = tf.function(_sum_of_flags)
+        self._sum = tf.function(_sum_of_fields)
         self._totals = tf.function(_total, reduce_retracing=True)
+        self._waiting: Question | None = None
 
     def init(self) -> None:
         arguments, options = self._arguments
@@ -99,11 +102,24 @@ class TensorFlowBinding:
         summed: np.ndarray[Any, Any] = self._run(lambda: self._totals(tf.constant(array)), name)
         return summed
 
-    def any_async(self, flags: int) -> TensorFlowPending:
+    def any_async(self, flags: int) -> Question:
+        question = Question(flags, self._ask)
+        if self.riding:
+            self._waiting = question
+        else:
+            question.ask()
+        return question
+
+    def taken_along(self) -> Question | None:
+        """The question that is to be part of the step that begins, if there is one. It is given away once."""
+        question, self._waiting = self._waiting, None
+        return question
+
+    def _ask(self, fields: int) -> Flight:
         # Eight bytes, the size of Horovod's own control words: after a failure a worker can receive one for the other,
         # and Gloo ends a process that receives more than it waits for. See ``installation.stops_after_failure``.
-        fields = sum((flags >> bit & 1) << bit * COUNT_BITS for bit in range(FLAGS))
-        return TensorFlowPending(self._flight(lambda: self._sum(tf.constant([fields], dtype=tf.int64)).numpy()))
+        self._waiting = None
+        return self._flight(lambda: self._sum(tf.constant([fields], dtype=tf.int64)).numpy())
 
     def _allgather(self, array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
         gathered: np.ndarray[Any, Any] = self._run(lambda: mpi_ops.allgather(tf.constant(array)), what)
@@ -133,23 +149,9 @@ def _on_host(operation: Callable[[], Any]) -> Any:
         return operation()
 
 
-def _sum_of_flags(fields: tf.Tensor) -> tf.Tensor:
-    return mpi_ops._allreduce(
-        fields, name="HorovodAllreduce.horovod_ft.changed", op=mpi_ops.Sum, ignore_name_scope=True
-    )
+def _sum_of_fields(fields: tf.Tensor) -> tf.Tensor:
+    return HorovodOperations().allreduce(fields, NAME, mpi_ops.Sum, 1.0, 1.0)
 
 
 def _total(array: tf.Tensor) -> tf.Tensor:
     return HorovodOperations().allreduce(array, "horovod_ft.total", mpi_ops.Sum, 1.0, 1.0)
-
-
-class TensorFlowPending:
-    """Flags that are being summed over all workers, each in a field of its own."""
-
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
-
-    def result(self) -> int:
-        self._flight.wait(math.inf)
-        counts = int(self._flight.result()[0])
-        return sum(1 << bit for bit in range(FLAGS) if counts >> bit * COUNT_BITS & (1 << COUNT_BITS) - 1)

@@ -130,10 +130,14 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         )
         self._state = state
         probes = FaultProbes(runtime.injector, lambda: state.steps + 1)
-        stages = Stages(self.model, state.ft_metrics, stopped=runtime.binding.stopped, probes=probes)
+        binding = runtime.binding
+        stages = Stages(
+            self.model, state.ft_metrics, stopped=binding.stopped, probes=probes, taken_along=binding.taken_along
+        )
         stages.forget()
         state.ft_update.use(stages)
         _Active.callback, _Active.iterator = self, weakref.ref(iterator)
+        binding.riding = True
         state.engine.start(*chosen(self._policy, self._place, runtime.settings))
         state.engine.enter()
         self._states.open = False
@@ -173,6 +177,7 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
 
     def _stop(self) -> None:
         _Active.callback = _Active.iterator = None
+        current().binding.riding = False
         if self._state is not None:
             self._state.engine.stop()
             set_weight(self.model, 1.0)  # what trains next is no slice

@@ -26,6 +26,7 @@ from horovod_ft.keras.metric_sums import MetricSums
 from horovod_ft.keras.operations import HorovodOperations, Operations
 from horovod_ft.keras.optimizer import Reduction, distributed_in
 from horovod_ft.keras.probes import NoProbes, Probes
+from horovod_ft.keras.question import NAME, Question
 from horovod_ft.keras.reducer import together
 
 Stage = Callable[..., Any]
@@ -79,6 +80,7 @@ class Stages:
         operations: of the group.
         stopped: says that Horovod has stopped by itself, see ``membership.threads``.
         probes: where faults strike.
+        taken_along: gives what this worker asks the others, for the step that begins; see ``question``.
 
     Attributes:
         arrivals: what has been reduced so far, if the step is ``split``.
@@ -93,6 +95,7 @@ class Stages:
         operations: Operations | None = None,
         stopped: Callable[[], bool] = lambda: False,
         probes: Probes | None = None,
+        taken_along: Callable[[], Question | None] = lambda: None,
     ) -> None:
         self.split = False
         self.arrivals = Arrivals()
@@ -102,6 +105,7 @@ class Stages:
         self._operations = operations or HorovodOperations()
         self._stopped = stopped
         self._probes = probes or NoProbes()
+        self._taken_along = taken_along
         self._collected: Collected | None = None
         self._functions: dict[Any, Any] = {}
         self._primed: set[Any] = set()
@@ -160,7 +164,7 @@ class Stages:
         gradients = self.local.gradients if ends and applies else []
         self.arrivals.begin(gradients, self.local.deltas)
         given = gradients, self.local.deltas
-        self._run("reduce", self._reduce_split, given, tf.type_spec_from_value, ends=ends, applies=applies)
+        self._run("reduce", self._reduce_split, given, _exactly, ends=ends, applies=applies)
         return self.update(ends=ends, applies=applies)
 
     def update(self, *, ends: bool, applies: bool) -> Any:
@@ -170,7 +174,7 @@ class Stages:
         _, _, before, logs = self.local
         self.local = None
         given = reduced, sums, before, logs
-        return self._stage("finish", self._finish, given, tf.type_spec_from_value, ends=ends, applies=applies)
+        return self._stage("finish", self._finish, given, _exactly, ends=ends, applies=applies)
 
     def forget(self) -> None:
         """The step is given up."""
@@ -184,12 +188,17 @@ class Stages:
             return stage(*given, **static)
         return self._function(name, stage, given, spec, **static)(*given)
 
-    def _run(self, name: str, stage: Stage, given: Given, spec: Spec, **static: bool) -> Any:
-        """A stage with collectives, in a thread of its own: see ``flight``."""
-        function = self._function(name, stage, given, spec, **static)
+    def _run(self, name: str, stage: Stage, given: Given, spec: Spec, *, ends: bool, applies: bool) -> Any:
+        """A stage with collectives, in a thread of its own: see ``flight``. The last one of a step takes a question."""
+        question = self._taken_along() if ends else None
+        given = (*given, None if question is None else tf.constant(question.fields, tf.int64))
+        function = self._function(name, stage, given, spec, ends=ends, applies=applies)
         flight = Flight(lambda: function(*given), self._stopped)
         flight.wait(math.inf)
-        return flight.result()
+        result, counts = flight.result()
+        if question is not None:
+            question.answered(counts)
+        return result
 
     def _function(self, name: str, stage: Stage, given: Given, spec: Spec, **static: bool) -> Any:
         """The stage as a function of TensorFlow that takes what is given, and all else that fits its specs.
@@ -208,11 +217,12 @@ class Stages:
 
     # --- the stages, in a graph or in eager mode -------------------------------------------------------------------
 
-    def _whole(self, batch: Any, *, ends: bool, applies: bool) -> Any:
+    def _whole(self, batch: Any, fields: Any, *, ends: bool, applies: bool) -> tuple[Any, Any]:
         local = self._collect(batch, ends=ends)
         gradients = local.gradients if ends and applies else []
         reduced, sums = together(self._reduce(gradients, local.deltas))
-        return self._finish(reduced, sums, local.before, local.logs, ends=ends, applies=applies)
+        counts = self._counted(fields, local.deltas)
+        return self._finish(reduced, sums, local.before, local.logs, ends=ends, applies=applies), counts
 
     def _collect(self, batch: Any, *, ends: bool) -> Local:
         before = self._metrics.set_aside()
@@ -285,9 +295,20 @@ class Stages:
     def _sum(self, delta: Any, dtype: str) -> Any:
         return self._operations.allreduce(delta, f"metrics.{dtype}", hvd.Sum, 1.0, 1.0)
 
-    def _reduce_split(self, gradients: Sequence[Any], deltas: dict[str, Any], *, ends: bool, applies: bool) -> Any:
+    def _counted(self, fields: Any, deltas: dict[str, Any]) -> Any:
+        """A question's fields over all workers. After the forward pass, of which the user's errors are: they end a
+        step, and nothing that waits for other workers is to be left behind.
+        """
+        if fields is None:
+            return None
+        with tf.control_dependencies(list(deltas.values())):
+            return self._operations.allreduce(tf.identity(fields), NAME, hvd.Sum, 1.0, 1.0)
+
+    def _reduce_split(
+        self, gradients: Sequence[Any], deltas: dict[str, Any], fields: Any, *, ends: bool, applies: bool
+    ) -> tuple[Any, Any]:
         reduced, sums = self._reduce(gradients, deltas)
-        return self.arrivals.keep(reduced, sums)
+        return self.arrivals.keep(reduced, sums), self._counted(fields, deltas)
 
     def _finish(
         self, reduced: Sequence[Any], sums: dict[str, Any], before: Sequence[Any], logs: Any, *, ends: bool,
@@ -318,6 +339,10 @@ def _kind(value: Any) -> Any:
     if shape is None or shape.rank is None:
         return getattr(value, "dtype", type(value)), None
     return value.dtype, (shape.rank, *shape[1:])
+
+
+def _exactly(value: Any) -> Any:
+    return value if value is None else tf.type_spec_from_value(value)
 
 
 def _for_any_number(value: Any) -> Any:

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from horovod_ft.errors import RecoveryTimeoutError
-from horovod_ft.membership.base import FLAGS, Bytes
+from horovod_ft.membership.base import Bytes
+from horovod_ft.membership.counts import fields_of, flags_of
 from horovod_ft.membership.threads import ThreadWatch
 from horovod_ft.torch.handles import wait
 
 PREFIX = "horovod_ft."
-#: For how many workers have said yes to a question; 12 bits are enough for 4095.
-COUNT_BITS = 12
 
 
 class TorchBinding:
@@ -82,7 +81,7 @@ class TorchBinding:
         self.wait(handle, f"{name} from worker {root}")
 
     def any_async(self, flags: int) -> TorchPending:
-        self._flags.fill_(sum((flags >> bit & 1) << bit * COUNT_BITS for bit in range(FLAGS)))
+        self._flags.fill_(fields_of(flags))
         handle = hvd.allreduce_async_(self._flags, name=PREFIX + "changed", op=hvd.Sum)
         return TorchPending(handle, self.stopped)
 
@@ -114,5 +113,4 @@ class TorchPending:
 
     def result(self) -> int:
         wait(self._handle, stopped=self._stopped)
-        counts = int(hvd.synchronize(self._handle).item())
-        return sum(1 << bit for bit in range(FLAGS) if counts >> bit * COUNT_BITS & (1 << COUNT_BITS) - 1)
+        return flags_of(int(hvd.synchronize(self._handle).item()))

@@ -16,6 +16,7 @@ from horovod.tensorflow import mpi_ops
 from horovod_ft.errors import RecoveryTimeoutError
 from horovod_ft.keras.binding import TensorFlowBinding
 from horovod_ft.membership.base import FLAGS
+from horovod_ft.membership.counts import fields_of
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_flags_are_merged(binding: TensorFlowBinding, flags: int) -> None:
 def test_flags_are_merged_bit_by_bit(binding: TensorFlowBinding, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three workers, of whom two have said yes to the first question, and one to the last."""
     counts = [0b1001, 0b0001, 0b0000]
-    summed = sum((flags >> bit & 1) << 15 * bit for flags in counts for bit in range(FLAGS))
+    summed = sum(map(fields_of, counts))
     monkeypatch.setattr(binding, "_sum", lambda fields: tf.constant([summed], dtype=tf.int64))
     assert binding.any_async(0b1001).result() == 0b1001
 
@@ -88,6 +89,30 @@ def test_to_ask_for_flags_does_not_block(
     monkeypatch.setattr(binding, "_sum", slow)
     pending = binding.any_async(1)
     gate.set()
+    assert pending.result() == 1
+
+
+def test_a_question_that_rides_is_given_away_once(
+    binding: TensorFlowBinding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(binding, "_sum")  # it is not asked otherwise
+    binding.riding = True
+    pending = binding.any_async(0b1001)
+    assert binding.taken_along() is pending
+    assert binding.taken_along() is None
+    pending.answered(fields_of(0b1001) + fields_of(0b0010))
+    assert pending.result() == 0b1011
+
+
+def test_a_question_that_no_step_has_taken_along_is_asked_in_the_end(binding: TensorFlowBinding) -> None:
+    binding.riding = True
+    assert binding.any_async(0b0101).result() == 0b0101
+    assert binding.taken_along() is None
+
+
+def test_a_question_of_its_own_is_not_given_away(binding: TensorFlowBinding) -> None:
+    pending = binding.any_async(1)
+    assert binding.taken_along() is None
     assert pending.result() == 1
 
 

@@ -14,6 +14,7 @@ from horovod.common.exceptions import HorovodInternalError
 import horovod_ft.keras as hvd
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.metric_sums import MetricSums
+from horovod_ft.keras.question import Question
 from horovod_ft.keras.stages import Stages
 from tests.unit.keras.tools import Broken, TwoWorkers
 
@@ -121,6 +122,44 @@ def test_other_sizes_of_batches_make_no_other_graph(split: bool) -> None:
     for rows in (5, 3, 6, 1):
         stepped(stages, rows)
     assert stages.traced == made == (3 if split else 1)
+
+
+class Asking:
+    """A worker that asks in each step."""
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+
+    def taken_along(self) -> Question:
+        self.questions.append(Question(0b101, _nobody))
+        return self.questions[-1]
+
+
+def _nobody(fields: int) -> Any:
+    raise AssertionError("it has an operation of its own")
+
+
+@WAYS
+def test_the_last_pass_of_a_step_takes_a_question_along(split: bool, eagerly: bool) -> None:
+    asking, operations = Asking(), Same()
+    model, stages = stages_of(operations, split=split, eagerly=eagerly, backward_passes_per_step=2)
+    stages._taken_along = asking.taken_along
+    stepped(stages, ends=False, applies=False)
+    assert (asking.questions, operations.asked.count("horovod_ft.changed")) == ([], 0)
+    for rows in (6, 5):
+        stepped(stages, rows)
+        assert asking.questions[-1].result() == 0b101
+    assert operations.asked.count("horovod_ft.changed") == 1  # once traced, for all sizes of batches
+    assert int(model.optimizer.iterations) == 2
+
+
+@WAYS
+def test_a_replay_of_an_update_that_is_applied_takes_a_question_along(split: bool, eagerly: bool) -> None:
+    asking = Asking()
+    _, stages = stages_of(Same(), split=split, eagerly=eagerly)
+    stages._taken_along = asking.taken_along
+    stepped(stages, applies=False)
+    assert [one.result() for one in asking.questions] == [0b101]
 
 
 def test_names_are_those_of_the_gradients_then_of_the_metrics() -> None:

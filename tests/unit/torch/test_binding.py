@@ -12,6 +12,7 @@ import torch
 import horovod_ft.torch as hvd
 from horovod_ft.errors import RecoveryTimeoutError
 from horovod_ft.membership.base import FLAGS
+from horovod_ft.membership.counts import fields_of
 from horovod_ft.torch import handles
 from horovod_ft.torch.binding import TorchBinding
 
@@ -53,7 +54,7 @@ def test_flags_are_merged_bit_by_bit(binding: TorchBinding, monkeypatch: pytest.
     """Three workers, of whom two have said yes to the first question, and one to the last."""
     pending = binding.any_async(0b1001)
     counts = [0b1001, 0b0001, 0b0000]
-    summed = sum((flags >> bit & 1) << 12 * bit for flags in counts for bit in range(FLAGS))
+    summed = sum(map(fields_of, counts))
     monkeypatch.setattr("horovod_ft.torch.binding.hvd.synchronize", lambda handle: torch.tensor([summed]))
     assert pending.result() == 0b1001
 

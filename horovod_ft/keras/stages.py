@@ -197,7 +197,7 @@ class Stages:
         flight.wait(math.inf)
         result, counts = flight.result()
         if question is not None:
-            question.answered(counts)
+            question.answered(*counts)
         return result
 
     def _function(self, name: str, stage: Stage, given: Given, spec: Spec, **static: bool) -> Any:
@@ -217,11 +217,13 @@ class Stages:
 
     # --- the stages, in a graph or in eager mode -------------------------------------------------------------------
 
-    def _whole(self, batch: Any, fields: Any, *, ends: bool, applies: bool) -> tuple[Any, Any]:
+    def _whole(self, batch: Any, fields: Any, *, ends: bool, applies: bool) -> tuple[Any, list[Any]]:
         local = self._collect(batch, ends=ends)
         gradients = local.gradients if ends and applies else []
-        reduced, sums = together(self._reduce(gradients, local.deltas))
-        counts = self._counted(fields, local.deltas)
+        # A question that is lost must leave all variables as they are, too: the step is computed anew then.
+        reduced, sums, counts = together(
+            (*self._reduce(gradients, local.deltas), self._counted(fields, local.deltas))
+        )
         return self._finish(reduced, sums, local.before, local.logs, ends=ends, applies=applies), counts
 
     def _collect(self, batch: Any, *, ends: bool) -> Local:
@@ -295,18 +297,20 @@ class Stages:
     def _sum(self, delta: Any, dtype: str) -> Any:
         return self._operations.allreduce(delta, f"metrics.{dtype}", hvd.Sum, 1.0, 1.0)
 
-    def _counted(self, fields: Any, deltas: dict[str, Any]) -> Any:
-        """A question's fields over all workers. After the forward pass, of which the user's errors are: they end a
-        step, and nothing that waits for other workers is to be left behind.
+    def _counted(self, fields: Any, deltas: dict[str, Any]) -> list[Any]:
+        """A question's fields, summed up over all workers; nothing without a question.
+
+        After the forward pass, where most of the user's errors are: they end a step, and nothing that waits for other
+        workers is to be left behind.
         """
         if fields is None:
-            return None
+            return []
         with tf.control_dependencies(list(deltas.values())):
-            return self._operations.allreduce(tf.identity(fields), NAME, hvd.Sum, 1.0, 1.0)
+            return [self._operations.allreduce(tf.identity(fields), NAME, hvd.Sum, 1.0, 1.0)]
 
     def _reduce_split(
         self, gradients: Sequence[Any], deltas: dict[str, Any], fields: Any, *, ends: bool, applies: bool
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, list[Any]]:
         reduced, sums = self._reduce(gradients, deltas)
         return self.arrivals.keep(reduced, sums), self._counted(fields, deltas)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 import horovod_ft.keras as hvd
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.metric_sums import MetricSums
-from horovod_ft.keras.question import Question
+from horovod_ft.keras.question import NAME, Question
 from horovod_ft.keras.stages import Stages
 from tests.unit.keras.tools import Broken, TwoWorkers
 
@@ -145,12 +146,35 @@ def test_the_last_pass_of_a_step_takes_a_question_along(split: bool, eagerly: bo
     model, stages = stages_of(operations, split=split, eagerly=eagerly, backward_passes_per_step=2)
     stages._taken_along = asking.taken_along
     stepped(stages, ends=False, applies=False)
-    assert (asking.questions, operations.asked.count("horovod_ft.changed")) == ([], 0)
+    assert (asking.questions, operations.asked.count(NAME)) == ([], 0)
     for rows in (6, 5):
         stepped(stages, rows)
         assert asking.questions[-1].result() == 0b101
-    assert operations.asked.count("horovod_ft.changed") == 1  # once traced, for all sizes of batches
+    assert operations.asked.count(NAME) == 1  # once traced, for all sizes of batches
     assert int(model.optimizer.iterations) == 2
+
+
+class LosesQuestions(Same):
+    """A group that breaks in the reduction of a question, late."""
+
+    def allreduce(self, tensor: Any, name: str, *more: Any) -> Any:
+        reduced = super().allreduce(tensor, name, *more)
+        return tf.py_function(_late, [reduced], reduced.dtype, name="HorovodLate") if name == NAME else reduced
+
+
+def _late(_: Any) -> Any:
+    time.sleep(0.1)
+    raise RuntimeError("Horovod has been shut down")
+
+
+@WAYS
+def test_a_question_that_is_lost_leaves_model_and_optimizer_as_they_were(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(LosesQuestions(), split=split, eagerly=eagerly)
+    stages._taken_along = Asking().taken_along
+    before = [variable.numpy().tolist() for variable in (*model.trainable_variables, *model.optimizer.variables)]
+    with pytest.raises(HorovodInternalError):
+        stepped(stages)
+    assert [one.numpy().tolist() for one in (*model.trainable_variables, *model.optimizer.variables)] == before
 
 
 @WAYS

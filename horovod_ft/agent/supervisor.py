@@ -165,10 +165,9 @@ def _told(process: Process, signals: Signals, grace_s: float, notice: Notice) ->
     deadline = time.monotonic() + grace_s
     notice.ask()
     _wait(process, signals, lambda: notice.answered() or signals.insisted, min(ANSWER_S, grace_s), notice)
-    if process.poll() is not None:
-        return False
-    if not notice.told:
-        notice.say(f"nobody in the job listens to a notice of {notice.name}: it is ended at once")
+    if not (notice.answered() and notice.told):  # asked once more: it may have answered and ended since
+        if process.poll() is None:
+            notice.say(f"nobody in the job listens to a notice of {notice.name}: it is ended at once")
         return False
     notice.say(f"told the job that {notice.name} ends it; it has {grace_s:g} s for a last checkpoint")
     _wait(process, signals, lambda: signals.insisted, deadline - time.monotonic())

@@ -248,6 +248,20 @@ def test_a_signal_that_ends_no_job_otherwise(said: list[str]) -> None:
     assert said == ["told the job that SIGUSR2 ends it; it has 10 s for a last checkpoint"]
 
 
+def test_one_that_answers_and_ends_before_the_answer_is_read_was_told(
+    signals: Signals, notice: Notice, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = Signals.wait
+
+    def late(self: Signals, timeout_s: float | None, *others: Notice) -> None:
+        waited(self, timeout_s, *others)
+        time.sleep(0.5)  # it has ended by now
+
+    monkeypatch.setattr(Signals, "wait", late)
+    assert python(TOLD + "sys.exit(3)", signals, notice) == 3
+    assert said == ["told the job that SIGTERM ends it; it has 10 s for a last checkpoint"]
+
+
 # --- what it leaves behind -----------------------------------------------------------------------------------------
 
 

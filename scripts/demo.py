@@ -130,7 +130,7 @@ def summarize(finished: Finished, job: LocalJob) -> Summary:
         ledger_complete=ledger.complete,
         lossy_samples=sum(len(lossy.ids) for lossy in ledger.lossy.values()),
         replicas_equal=len(results) > 1 and len({(r["weights"], r["steps"]) for r in results}) == 1,
-        steps=ledger.steps,
+        steps=max((result["steps"] for result in results), default=0),
         seconds=finished.seconds,
     )
 

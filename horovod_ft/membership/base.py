@@ -48,7 +48,10 @@ class Collectives(Protocol):
         """Fill ``buffer`` (uint8, one-dimensional, contiguous, the same length everywhere) with that of ``root``."""
 
     def any_async(self, flags: int) -> Pending:
-        """Start to merge FLAGS bits over all workers, each by or; returns at once. At most one may be open."""
+        """Merge FLAGS bits over all workers, each by or: from now on, or with what is reduced next. Returns at once.
+
+        At most one may be open.
+        """
 
 
 class Binding(Collectives, Protocol):

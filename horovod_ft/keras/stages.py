@@ -346,6 +346,11 @@ def _kind(value: Any) -> Any:
 
 
 def _exactly(value: Any) -> Any:
+    """But for the rows of a sparse gradient: how many there are depends on the samples, and on the workers."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlicesSpec(
+            value.shape, value.dtype, value.indices.dtype, value.dense_shape.dtype, indices_shape=[None]
+        )
     return value if value is None else tf.type_spec_from_value(value)
 
 

@@ -125,6 +125,29 @@ def test_other_sizes_of_batches_make_no_other_graph(split: bool) -> None:
     assert stages.traced == made == (3 if split else 1)
 
 
+class Lookup(keras.Model):  # type: ignore[misc]
+    """Whose gradient is sparse: as many rows as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = keras.layers.Embedding(6, 1)
+
+    def call(self, x: Any) -> Any:
+        return self.rows(tf.cast(x[:, 0] * 5, tf.int32))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_nor_do_other_numbers_of_rows_of_a_sparse_gradient(split: bool) -> None:
+    model, stages = stages_of(Same(), split=split, model=Lookup)
+    stepped(stages, 6)
+    made = stages.traced
+    assert not split or stages.arrivals.gradients[0].sparse
+    for rows in (5, 3, 6, 1):
+        stepped(stages, rows)
+    assert stages.traced == made == (3 if split else 1)
+    assert int(model.optimizer.iterations) == 5
+
+
 class Asking:
     """A worker that asks in each step."""
 

@@ -8,8 +8,8 @@ made anew: in a gradient as the policy says, in a metric its samples do not coun
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -31,54 +31,94 @@ class TotalCollectives(Collectives, Protocol):
         """The sum over all workers of an array of one dimension. Blocks."""
 
 
-def complete(
-    arrivals: Arrivals,
-    local: Local,
-    reach: Reach,
-    decision: Forward,
-    shares: Shares,
-    comm: TotalCollectives,
-    group: Group,
-) -> None:
-    """Let everything arrive that has not. Blocks; all workers of the group call it.
+class Ways(NamedTuple):
+    """How reductions arrive that have not arrived everywhere, by their numbers.
 
-    With ``missing="skip"`` a gradient that nobody has is zero: what momentum has gathered is applied all the same.
-
-    Raises:
-        HorovodInternalError: the group broke. Nothing has arrived since; it can be tried again.
+    Attributes:
+        held: rank -> those that it has in their reduced form, and sends.
+        again: those that are reduced anew by all that are left.
+        alone: those for which the share of the worker with the most samples stands for all.
+        zero: those that nobody has, and that are left out.
     """
-    places = arrivals.places
-    gradients = len(arrivals.gradients)
-    mine = [*local.gradients, *local.deltas.values()]
-    nobody_gone = len(shares.weights) == shares.size_before and decision.missing == "reduce_again"
-    values: dict[int, Any] = {}
-    lossy = [already or (holder is None and not nobody_gone)
-             for holder, already in zip(reach.holders, reach.lossy, strict=True)]  # fmt: skip
-    again: list[int] = []
-    alone: list[int] = []
-    for index, holder in enumerate(reach.holders):
+
+    held: dict[int, list[int]]
+    again: list[int]
+    alone: list[int]
+    zero: list[int]
+
+
+def ways_of(holders: Sequence[int | None], gradients: int, missing: str) -> Ways:
+    """What becomes of each reduction.
+
+    Args:
+        holders: see ``agreement.Reach``.
+        gradients: so many of the reductions are of gradients, the rest of metrics.
+        missing: see ``policy.Forward``; of gradients only, metrics are reduced anew.
+    """
+    ways = Ways(defaultdict(list), [], [], [])
+    of_gradients = {"reduce_again": ways.again, "local": ways.alone, "skip": ways.zero}[missing]
+    for index, holder in enumerate(holders):
         if holder is not None:
-            continue
-        if index >= gradients or decision.missing == "reduce_again":
-            again.append(index)
-        elif decision.missing == "local":
-            alone.append(index)
+            ways.held[holder].append(index)
         else:
-            values[index] = places[index].zeros()
-    for root in sorted({holder for holder in reach.holders if holder is not None}):
-        held = [index for index, holder in enumerate(reach.holders) if holder == root]
-        have = [places[index].value() for index in held] if group.rank == root else None
-        values.update(zip(held, _sent([places[i] for i in held], have, root, comm), strict=True))
-    if alone:
-        factor = shares.factor_alone()
-        have = [_times(mine[index], factor) for index in alone] if group.rank == shares.largest else None
-        values.update(zip(alone, _sent([places[i] for i in alone], have, shares.largest, comm), strict=True))
-    factor = shares.factor() / (len(shares.weights) if shares.average else 1)
-    scaled = [mine[index] if index >= gradients else _times(mine[index], factor) for index in again]
-    values.update(zip(again, _totals([places[index] for index in again], scaled, comm), strict=True))
-    for index, place in enumerate(places):
-        arrivals.put(place, values[index])
-        place.lossy = lossy[index]
+            (of_gradients if index < gradients else ways.again).append(index)
+    return ways
+
+
+class Completion:
+    """Lets everything arrive that has not, in one update. All workers of the group make one.
+
+    Args:
+        arrivals, local: of the update.
+        shares: what the shares count that are left.
+        comm, group: of those who are left.
+    """
+
+    def __init__(
+        self, arrivals: Arrivals, local: Local, shares: Shares, comm: TotalCollectives, group: Group
+    ) -> None:
+        self._arrivals = arrivals
+        self._places = arrivals.places
+        self._gradients = len(arrivals.gradients)
+        self._mine = [*local.gradients, *local.deltas.values()]
+        self._shares = shares
+        self._comm = comm
+        self._rank = group.rank
+
+    def run(self, reach: Reach, decision: Forward) -> None:
+        """Blocks; all workers of the group call it.
+
+        With ``missing="skip"`` a gradient that nobody has is zero: what momentum has gathered is applied all the same.
+
+        Raises:
+            HorovodInternalError: the group broke. Nothing has arrived since; it can be tried again.
+        """
+        ways = ways_of(reach.holders, self._gradients, decision.missing)
+        values = {index: self._places[index].zeros() for index in ways.zero}
+        for root, held in sorted(ways.held.items()):
+            values |= self._sent(held, root, lambda index: self._places[index].value())
+        values |= self._sent(ways.alone, self._shares.largest, self._alone)
+        values |= self._reduced(ways.again)
+        everybody = len(self._shares.weights) == self._shares.size_before and decision.missing == "reduce_again"
+        for index, place in enumerate(self._places):
+            self._arrivals.put(place, values[index])
+            place.lossy = reach.lossy[index] or (reach.holders[index] is None and not everybody)
+
+    def _sent(self, numbers: Sequence[int], root: int, value: Callable[[int], Any]) -> dict[int, Any]:
+        have = [value(index) for index in numbers] if self._rank == root else None
+        received = _sent([self._places[index] for index in numbers], have, root, self._comm)
+        return dict(zip(numbers, received, strict=True))
+
+    def _alone(self, index: int) -> Any:
+        return _times(self._mine[index], self._shares.factor_alone())
+
+    def _reduced(self, numbers: Sequence[int]) -> dict[int, Any]:
+        factor = self._shares.factor() / (len(self._shares.weights) if self._shares.average else 1)
+        scaled = [
+            _times(self._mine[index], factor) if index < self._gradients else self._mine[index] for index in numbers
+        ]
+        totals = _totals([self._places[index] for index in numbers], scaled, self._comm)
+        return dict(zip(numbers, totals, strict=True))
 
 
 def _times(gradient: Any, factor: float) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from horovod.common.exceptions import HorovodInternalError
 
 from horovod_ft.agreement import Gradients, Reach
-from horovod_ft.keras.completion import TotalCollectives, complete
+from horovod_ft.keras.completion import Completion, TotalCollectives
 from horovod_ft.keras.optimizer import distributed_in
 from horovod_ft.keras.stages import Stages
 from horovod_ft.membership.base import Group
@@ -134,7 +134,7 @@ class Update:
         assert stages.local is not None
         reducer = stages.reduction.reducer
         shares = Shares(reach.weights, reach.largest, reach.shared_by.size, decision.rescale, reducer.average)
-        complete(stages.arrivals, stages.local, reach, decision, shares, comm, group)
+        Completion(stages.arrivals, stages.local, shares, comm, group).run(reach, decision)
         names = (*stages.names, *(f"metrics.{dtype}" for dtype in stages.arrivals.metrics))
         lossy = [
             (name, place.elements) for name, place in zip(names, stages.arrivals.places, strict=True) if place.lossy

@@ -40,6 +40,10 @@ class Place:
     def has(self, step: int) -> bool:
         return int(self._mark) == step
 
+    def empty(self) -> None:
+        """Nothing has arrived in any step."""
+        self._mark.assign(0)
+
     def value(self) -> Any:
         parts = [tf.convert_to_tensor(variable) for variable in self._parts]
         return tf.IndexedSlices(*parts, self._dense_shape) if self._rows else parts[0]
@@ -127,6 +131,11 @@ class Arrivals:
     def done(self) -> tuple[bool, ...]:
         """For each of ``places``, whether it has arrived in this step."""
         return tuple(place.has(self._step) for place in self.places)
+
+    def lose(self, after: int) -> None:
+        """Let nothing have arrived in this step but so many of the first."""
+        for place in self.places[after:]:
+            place.empty()
 
     def put(self, place: Place, value: Any) -> None:
         """It has arrived in another way."""

@@ -16,6 +16,7 @@ import tensorflow as tf
 from horovod_ft.choices import Where, asked_place, asked_policy, chosen
 from horovod_ft.data import Cursor
 from horovod_ft.errors import ConfigurationError
+from horovod_ft.guard import ReplicaGuard
 from horovod_ft.keras import fit_hooks
 from horovod_ft.keras.callback_states import CallbackStates
 from horovod_ft.keras.feed import DatasetSource, Feed, PlainSource, Source
@@ -54,15 +55,20 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         checkpoint: where durable checkpoints are saved: a folder that all hosts share, a URL, or ``Checkpoints(...)``.
             Default: ``HOROVOD_FT_CHECKPOINT``, else nowhere.
         data: the ``ElasticDataset`` that ``fit`` gets, if it gets it inside of something else.
+        guard: a ``ReplicaGuard`` that compares the workers' replicas from time to time.
 
     Raises:
         PolicyError: there is no such policy.
-        ConfigurationError: ``checkpoint`` names no place, or Keras does not run on TensorFlow; and when training
-            begins: a model, an optimizer or a list of callbacks with which it cannot work.
+        ConfigurationError: ``checkpoint`` names no place, ``guard`` is something else, or Keras does not run on
+            TensorFlow; when training begins: a model, an optimizer or a list of callbacks with which it cannot work.
     """
 
     def __init__(
-        self, policy: RecoveryPolicy | str | None = None, checkpoint: Where | None = None, data: Any = None
+        self,
+        policy: RecoveryPolicy | str | None = None,
+        checkpoint: Where | None = None,
+        data: Any = None,
+        guard: ReplicaGuard | None = None,
     ) -> None:
         super().__init__()
         if keras.backend.backend() != "tensorflow":
@@ -74,6 +80,9 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         self._policy = asked_policy(policy)
         self._place = asked_place(checkpoint)
         self._data = data
+        if not isinstance(guard, ReplicaGuard | None):
+            raise ConfigurationError(f"guard is {guard!r}; it must be an hvd.elastic.ReplicaGuard(every=...)")
+        self._guard = {} if guard is None else {"guard": guard}
         self._state: TensorFlowState | None = None
         self._feed: Feed | None = None
         self._states: CallbackStates | None = None
@@ -126,7 +135,7 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         check_data(dataset, iterator)
         self._states = CallbackStates(callbacks)
         state = TensorFlowState(
-            model=self.model, dataset=dataset, epoch=0, batch=0, told=0, logs={}, callbacks=self._states
+            model=self.model, dataset=dataset, epoch=0, batch=0, told=0, logs={}, callbacks=self._states, **self._guard
         )
         self._state = state
         probes = FaultProbes(runtime.injector, lambda: state.steps + 1)

@@ -255,6 +255,8 @@ def as_tensors(batch: Any) -> Any:
     """A batch as a training step takes it: tensors, and None for what is left out."""
 
     def one(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return tf.constant(value)
         if value is None or isinstance(value, tf.experimental.Optional):
             return None
         return value if tf.is_tensor(value) else tf.convert_to_tensor(value)

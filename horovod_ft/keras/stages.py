@@ -165,6 +165,7 @@ class Stages:
         self.arrivals.begin(gradients, self.local.deltas)
         given = gradients, self.local.deltas
         self._run("reduce", self._reduce_split, given, _exactly, ends=ends, applies=applies)
+        self._probes.arrived(self.arrivals)
         return self.update(ends=ends, applies=applies)
 
     def update(self, *, ends: bool, applies: bool) -> Any:

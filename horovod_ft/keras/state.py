@@ -32,6 +32,7 @@ from horovod_ft.keras.parts import (
     rates_of,
     seed_newcomer,
 )
+from horovod_ft.keras.probes import corrupt
 from horovod_ft.keras.replica import TensorFlowReplica, VariableBlock
 from horovod_ft.keras.runtime import current
 from horovod_ft.keras.update import Update
@@ -85,6 +86,8 @@ class TensorFlowState(State):  # type: ignore[misc]
             attempt=runtime.settings.attempt, timeout_s=runtime.settings.timeout_s,
         )  # fmt: skip
         self.ft_update.engine = self.engine
+        weights = [one for model in self._of("model").values() for one in model.trainable_variables]
+        runtime.injector.corrupt = lambda kind: corrupt(weights, kind)
         self._look_after_dataset()
         for part in self._committer.parts:
             part.begin()

@@ -83,6 +83,7 @@ class Case:
         like_one_process: it ends where one process ends that computes on whole batches.
         hold: epoch and batch before which workers wait for another one to be announced.
         store: name of the folder for checkpoints.
+        guarded: steps between two looks at whether replicas differ.
         patience: epochs without a lower loss than the first, after which all stop.
     """
 
@@ -100,6 +101,7 @@ class Case:
     hold: tuple[int, int] | None = None
     patience: int | None = None
     store: str | None = None
+    guarded: int | None = None
 
     def callbacks(self) -> list[Any]:
         """What Keras has, and decides with."""
@@ -173,7 +175,8 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     keras.utils.set_random_seed(100 + START_RANK)
     x, y = arrays_of(case)
     checkpoint = None if case.store is None else hvd.elastic.Checkpoints(str(folder / case.store), every=4)
-    guard = hvd.elastic.FaultToleranceCallback(policy=case.policy, checkpoint=checkpoint)
+    looks = None if case.guarded is None else hvd.elastic.ReplicaGuard(every=case.guarded)
+    guard = hvd.elastic.FaultToleranceCallback(policy=case.policy, checkpoint=checkpoint, guard=looks)
     watch = Watch(guard)
     callbacks = [guard, watch, *case.callbacks()]
     if case.killed_in is not None and case.killed_in[0] == START_RANK:
@@ -274,6 +277,8 @@ JOBS: dict[str, dict[str, Case]] = {
         "last_validation": Case(killed_in=(0, EPOCHS - 1)),
     },
     "kinds": {
+        "lost": Case((Fault("allreduce", "lose", worker=2, step=5, after=2),)),
+        "flipped": Case((Fault("optimizer", "bitflip", worker=1, step=5),), guarded=5),
         "two_at_once": Case((kill(4, 4, "allreduce", 1), kill(3, 4, "forward"))),
         "eagerly": Case((kill(0, 5, "allreduce", 2),), compiled={"run_eagerly": True}),
         "plain": Case((kill(1, 5, "allreduce", 2),), plain=True),
@@ -284,6 +289,7 @@ JOBS: dict[str, dict[str, Case]] = {
         "half": Case((kill(2, 5, "allreduce", 2),), half, scaled),
     },
     "forward": {
+        "late": Case((Fault("allreduce", "lose", worker=2, step=5, after=2),), optimizer=adam, policy=LOSSY),
         "whole_update": Case((kill(4, 5, "allreduce", 4),), optimizer=adam, policy=LOSSY),
         "part_of_it": Case((kill(0, 5, "allreduce", 2),), policy=LOSSY, like_one_process=False),
         "rows": Case((kill(3, 5, "allreduce", 0),), embedding, adam, policy=LOSSY, like_one_process=False),
@@ -303,7 +309,8 @@ def main() -> None:
     for name, case in JOBS[sys.argv[2]].items():
         model, seen = trained(name, case, folder)
         group = current().group()
-        left = {"digest": digest(model), "size": group.size, **seen}
+        waiting = [str(fault) for fault in current().injector.waiting]
+        left = {"digest": digest(model), "size": group.size, "waiting": waiting, **seen}
         if group.rank == group.size - 1 and case.like_one_process:
             left["apart"] = apart(model, seen["history"], case)
         (folder / f"{name}-{START_RANK}.json").write_text(json.dumps(left, default=float))

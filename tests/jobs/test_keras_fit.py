@@ -22,9 +22,9 @@ EPOCHS, BATCHES = 2, 9
 JOBS: dict[str, tuple[int, dict[str, int]]] = {
     "moments": (5, {"quiet": 5, "forward": 4, "allreduce": 3, "rank_zero": 2, "backward": 1}),
     "epochs": (4, {"last_of_epoch": 3, "validation": 2, "last_validation": 1}),
-    "kinds": (5, {"two_at_once": 3, "eagerly": 2, "plain": 1}),
+    "kinds": (5, {"lost": 5, "flipped": 5, "two_at_once": 3, "eagerly": 2, "plain": 1}),
     "models": (5, {"commit": 4, "own_state": 3, "half": 2}),
-    "forward": (5, {"whole_update": 4, "part_of_it": 3, "rows": 2}),
+    "forward": (5, {"late": 5, "whole_update": 4, "part_of_it": 3, "rows": 2}),
 }
 CASES = [(job, case) for job, (_, cases) in JOBS.items() for case in cases]
 #: With statistics and dropout of their own, or when a share is lost, workers do not end where one process does.
@@ -74,6 +74,7 @@ def test_survivors_go_on_to_the_end_and_are_equal(folder: Path, job: str, case: 
     for other in others:
         assert other == first
     assert first["size"] == len(left)
+    assert first["waiting"] == []  # every fault has struck
 
 
 @pytest.mark.parametrize(("job", "case"), ALIKE)

@@ -188,6 +188,11 @@ def test_an_unknown_policy_is_refused_at_once() -> None:
         hvd.elastic.FaultToleranceCallback(policy="nonsense")
 
 
+def test_a_guard_is_a_replica_guard() -> None:
+    with pytest.raises(ConfigurationError, match=r"guard is 100; it must be an hvd\.elastic\.ReplicaGuard"):
+        hvd.elastic.FaultToleranceCallback(guard=100)  # type: ignore[arg-type]
+
+
 def test_outside_of_fit_it_is_refused() -> None:
     model = compiled()
     with pytest.raises(ConfigurationError, match=r"inside of model\.fit"):

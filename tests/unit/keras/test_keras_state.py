@@ -11,6 +11,8 @@ import pytest
 
 import horovod_ft.keras as hvd
 from horovod_ft.errors import ConfigurationError
+from horovod_ft.events import EventBus
+from horovod_ft.faults.inject import Injector
 from horovod_ft.keras import state as module
 from horovod_ft.keras.elastic import KerasState, run
 from horovod_ft.membership.base import Group
@@ -22,7 +24,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Group(0, 1, 0)
 
     runtime = SimpleNamespace(
-        group=group, membership=None, bus=None, injector=None, ledger=None,
+        group=group, membership=None, bus=None, injector=Injector((), 0, "localhost", EventBus("worker")), ledger=None,
         settings=SimpleNamespace(attempt=0, timeout_s=1.0),
     )  # fmt: skip
     monkeypatch.setattr(module, "current", lambda: runtime)

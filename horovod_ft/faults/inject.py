@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from horovod_ft.events import EventBus
-from horovod_ft.faults.plan import RECOVERY_PHASES, Fault, Phase
+from horovod_ft.faults.plan import KINDS, RECOVERY_PHASES, Fault, Phase
 
 
 class FaultInjected(RuntimeError):  # noqa: N818  it is no error of anybody, it was asked for
@@ -45,11 +46,19 @@ class Injector:
         self._send = send
         self._sleep = sleep
 
-    def pending(self, phase: Phase, step: int) -> Fault | None:
-        """The fault that is due now, if any, without making it happen."""
+    def pending(
+        self, phase: Phase, step: int, *, kinds: Container[str] = KINDS, reduced: float = math.inf
+    ) -> Fault | None:
+        """The fault that is due now, if any, without making it happen.
+
+        Args:
+            kinds: others are passed over.
+            reduced: so many gradients are; faults that come after more of them are not due.
+        """
         if not self.waiting:
             return None
-        return next((fault for fault in self.waiting if _due(fault, phase, step)), None)
+        due = (fault for fault in self.waiting if _due(fault, phase, step))
+        return next((fault for fault in due if fault.kind in kinds and fault.after <= reduced), None)
 
     def at(self, phase: Phase, step: int) -> None:
         """This worker has come to a phase of a step (counted from 1; 0 before the job's first)."""

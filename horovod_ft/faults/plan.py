@@ -27,6 +27,8 @@ Phase = Literal[
 Kind = Literal["kill", "exception", "stop", "slow", "lose", "bitflip", "nan"]
 PHASES: tuple[str, ...] = get_args(Phase)
 KINDS: tuple[str, ...] = get_args(Kind)
+#: All but the failure that nobody else sees: what happens to the process, or in it.
+STRIKES = tuple(kind for kind in KINDS if kind != "lose")
 #: Phases of a recovery. Their ``step`` is the first step at which they may fire: which step a recovery goes on from
 #: depends on the failure. ``sync`` stands for ``agreement``, under Horovod's name;
 #: ``completion`` is that of an update's gradients, in lossy forward recovery; ``restore`` comes when half of a

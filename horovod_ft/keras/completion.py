@@ -99,10 +99,11 @@ class Completion:
             values |= self._sent(held, root, lambda index: self._places[index].value())
         values |= self._sent(ways.alone, self._shares.largest, self._alone)
         values |= self._reduced(ways.again)
-        everybody = len(self._shares.weights) == self._shares.size_before and decision.missing == "reduce_again"
+        everybody = len(self._shares.weights) == self._shares.size_before
+        whole = set(ways.again) if everybody else set()
         for index, place in enumerate(self._places):
             self._arrivals.put(place, values[index])
-            place.lossy = reach.lossy[index] or (reach.holders[index] is None and not everybody)
+            place.lossy = reach.lossy[index] or (reach.holders[index] is None and index not in whole)
 
     def _sent(self, numbers: Sequence[int], root: int, value: Callable[[int], Any]) -> dict[int, Any]:
         have = [value(index) for index in numbers] if self._rank == root else None

@@ -5,7 +5,8 @@ Without a plan there is nothing in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -14,9 +15,12 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from horovod_ft.faults.inject import Injector
-from horovod_ft.faults.plan import Fault, Phase
+from horovod_ft.faults.plan import STRIKES, Phase
 from horovod_ft.keras.arrivals import Arrivals
 from horovod_ft.keras.parts import read
+
+#: Bits below the exponent.
+MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
 
 class Probes(Protocol):
@@ -31,15 +35,21 @@ class Probes(Protocol):
     def before(self, reduced: Sequence[Any]) -> AbstractContextManager[Any]:
         """Around a reduction, or what follows the last one: so many are through before it."""
 
-    def update(self, reduced: Sequence[Any]) -> Sequence[Any]:
-        """All gradients are reduced, and no variable is touched."""
+    def lost(self, reduced: Sequence[Any]) -> Sequence[Any]:
+        """In a graph of the whole step: all gradients are reduced, unless a fault of kind ``lose`` says otherwise.
+
+        Then running the graph raises what ``failures`` takes for a broken group.
+        """
 
     def arrived(self, arrivals: Arrivals) -> None:
         """The same between two stages of a step.
 
         Raises:
-            HorovodInternalError: by a fault of kind ``lose``; what it says is lost has not arrived.
+            HorovodInternalError: what the fault says has not arrived.
         """
+
+    def update(self, reduced: Sequence[Any]) -> Sequence[Any]:
+        """All gradients are reduced, and no variable is touched."""
 
 
 class NoProbes:
@@ -54,11 +64,14 @@ class NoProbes:
     def before(self, reduced: Sequence[Any]) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def update(self, reduced: Sequence[Any]) -> Sequence[Any]:
+    def lost(self, reduced: Sequence[Any]) -> Sequence[Any]:
         return reduced
 
     def arrived(self, arrivals: Arrivals) -> None:
         pass
+
+    def update(self, reduced: Sequence[Any]) -> Sequence[Any]:
+        return reduced
 
 
 class FaultProbes:
@@ -82,61 +95,79 @@ class FaultProbes:
         if not self._planned("backward") or not gradients:
             return gradients
         with self._at("backward", gradients[:1]):
-            return [tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in gradients]
+            return _again(gradients)
 
     def before(self, reduced: Sequence[Any]) -> AbstractContextManager[Any]:
-        return self._at("allreduce", reduced, len(reduced)) if self._planned("allreduce") else nullcontext()
+        return self._at("allreduce", reduced) if self._planned("allreduce") else nullcontext()
 
-    def update(self, reduced: Sequence[Any]) -> Sequence[Any]:
-        if not self._planned("optimizer") and not any(fault.kind == "lose" for fault in self._injector.waiting):
+    def lost(self, reduced: Sequence[Any]) -> Sequence[Any]:
+        if not self._planned("allreduce", ("lose",)):
             return reduced
-        with self._at("optimizer", reduced):
-            return [tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in reduced]
+        with _after(reduced, self._lose):
+            return _again(reduced)
 
     def arrived(self, arrivals: Arrivals) -> None:
-        fault = self._injector.pending("allreduce", self._step())
-        if fault is not None and fault.kind == "lose":
-            arrivals.lose(fault.after)
-            self._lose(fault)
+        self._lose(arrivals)
 
-    def _lose(self, fault: Fault) -> None:
+    def update(self, reduced: Sequence[Any]) -> Sequence[Any]:
+        if not self._planned("optimizer"):
+            return reduced
+        with self._at("optimizer", reduced):
+            return _again(reduced)
+
+    def _planned(self, phase: Phase, kinds: Container[str] = STRIKES) -> bool:
+        return any(fault.phase == phase and fault.kind in kinds for fault in self._injector.waiting)
+
+    def _at(self, phase: Phase, after: Sequence[Any]) -> AbstractContextManager[Any]:
+        """What is made inside runs after the phase, and the phase comes when ``after`` is there."""
+        reduced = len(after) if phase == "allreduce" else math.inf
+
+        def strike() -> None:
+            fault = self._injector.pending(phase, self._step(), kinds=STRIKES, reduced=reduced)
+            if fault is not None:
+                self._injector.fire(fault)
+
+        return _after(after, strike)
+
+    def _lose(self, arrivals: Arrivals | None = None) -> None:
+        fault = self._injector.pending("allreduce", self._step(), kinds=("lose",))
+        if fault is None:
+            return
         self._injector.fire(fault)
+        if arrivals is not None:
+            arrivals.lose(fault.after)
         raise HorovodInternalError(f"Horovod has been shut down, says the fault plan: {fault}")
 
-    def _planned(self, phase: Phase) -> bool:
-        return any(fault.phase == phase and fault.kind != "lose" for fault in self._injector.waiting)
 
-    def _at(self, phase: Phase, after: Sequence[Any], through: int = 0) -> AbstractContextManager[Any]:
-        """What is made inside runs after the phase, and the phase comes when ``after`` is there."""
+def _after(tensors: Sequence[Any], strike: Callable[[], None]) -> AbstractContextManager[Any]:
+    """What is made inside runs after ``strike``, which runs when these tensors are there."""
 
-        def strike() -> int:
-            lost = self._injector.pending("allreduce", self._step()) if phase == "optimizer" else None
-            if lost is not None and lost.kind == "lose":
-                self._lose(lost)
-            fault = self._injector.pending(phase, self._step())
-            if fault is not None and fault.kind != "lose" and (phase != "allreduce" or through >= fault.after):
-                self._injector.fire(fault)
-            return 0
+    def struck() -> int:
+        strike()
+        return 0
 
-        with tf.control_dependencies(tf.nest.flatten(list(after), expand_composites=True)):
-            struck = tf.py_function(strike, [], tf.int32)
-        return tf.control_dependencies([struck])  # type: ignore[no-any-return]
+    with tf.control_dependencies(tf.nest.flatten(list(tensors), expand_composites=True)):
+        done = tf.py_function(struck, [], tf.int32)
+    return tf.control_dependencies([done])  # type: ignore[no-any-return]
+
+
+def _again(tensors: Sequence[Any]) -> list[Any]:
+    return [tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in tensors]
 
 
 def corrupt(variables: Sequence[Any], kind: str) -> None:
     """Change one number in the middle of the largest variable: flip the lowest bit of its exponent, or make it NaN.
 
     Args:
-        variables: of floating point numbers of 2, 4 or 8 bytes.
+        variables: of floating point numbers, see MANTISSA.
         kind: ``bitflip`` or ``nan``.
     """
     largest = max(variables, key=lambda variable: int(np.prod(variable.shape, dtype=np.int64)))
-    value = read(largest).numpy().copy()
+    value = np.array(read(largest).numpy())
     middle = value.reshape(-1)[value.size // 2 :][:1]
     if kind == "nan":
         middle[:] = np.nan
     else:
-        mantissa = {2: 10, 4: 23, 8: 52}[value.itemsize]
         words = middle.view(f"u{value.itemsize}")
-        words ^= words.dtype.type(1 << mantissa)
+        words ^= words.dtype.type(1 << MANTISSA[value.dtype.name])
     largest.assign(value)

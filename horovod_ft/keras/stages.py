@@ -165,7 +165,8 @@ class Stages:
         self.arrivals.begin(gradients, self.local.deltas)
         given = gradients, self.local.deltas
         self._run("reduce", self._reduce_split, given, _exactly, ends=ends, applies=applies)
-        self._probes.arrived(self.arrivals)
+        if gradients:
+            self._probes.arrived(self.arrivals)
         return self.update(ends=ends, applies=applies)
 
     def update(self, *, ends: bool, applies: bool) -> Any:
@@ -225,6 +226,8 @@ class Stages:
         reduced, sums, counts = together(
             (*self._reduce(gradients, local.deltas), self._counted(fields, local.deltas))
         )
+        if gradients:
+            reduced = self._probes.lost(reduced)
         return self._finish(reduced, sums, local.before, local.logs, ends=ends, applies=applies), counts
 
     def _collect(self, batch: Any, *, ends: bool) -> Local:

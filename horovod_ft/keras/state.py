@@ -86,8 +86,9 @@ class TensorFlowState(State):  # type: ignore[misc]
             attempt=runtime.settings.attempt, timeout_s=runtime.settings.timeout_s,
         )  # fmt: skip
         self.ft_update.engine = self.engine
-        weights = [one for model in self._of("model").values() for one in model.trainable_variables]
-        runtime.injector.corrupt = lambda kind: corrupt(weights, kind)
+        if runtime.injector.waiting:
+            weights = [one for model in self._of("model").values() for one in model.trainable_variables]
+            runtime.injector.corrupt = lambda kind: corrupt(weights, kind)
         self._look_after_dataset()
         for part in self._committer.parts:
             part.begin()

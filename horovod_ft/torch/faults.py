@@ -9,7 +9,11 @@ import torch
 
 from horovod_ft.committer import Committer
 from horovod_ft.faults.inject import Injector
+from horovod_ft.faults.plan import STRIKES
 from horovod_ft.torch.reducer import GradientReducer
+
+#: Bits below the exponent.
+MANTISSA = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23, torch.float64: 52}
 
 
 def install_faults(
@@ -39,9 +43,8 @@ def corrupt(parameter: torch.Tensor, kind: str) -> None:
     if kind == "nan":
         middle.fill_(float("nan"))
     else:
-        mantissa = {2: 10, 4: 23, 8: 52}[parameter.element_size()]
         words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-        middle.view(words).bitwise_xor_(1 << mantissa)
+        middle.view(words).bitwise_xor_(1 << MANTISSA[parameter.dtype])
 
 
 class _Probe:
@@ -55,10 +58,11 @@ class _Probe:
     def __call__(self, handed_over: int) -> None:
         step = self._committer.frontier.step + 1
         self._injector.at("backward", step)
-        fault = self._injector.pending("allreduce", step)
-        if fault is not None and fault.kind == "lose":
-            self._reducer.lose_after = fault.after
-            self._injector.fire(fault)
-        elif fault is not None and handed_over >= fault.after:
+        lost = self._injector.pending("allreduce", step, kinds=("lose",))
+        if lost is not None:
+            self._reducer.lose_after = lost.after
+            self._injector.fire(lost)
+        fault = self._injector.pending("allreduce", step, kinds=STRIKES, reduced=handed_over)
+        if fault is not None:
             self._reducer.wait_for(fault.after)
             self._injector.fire(fault)

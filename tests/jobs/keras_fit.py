@@ -306,11 +306,14 @@ def main() -> None:
     faulthandler.dump_traceback_later(STUCK_S)
     folder = Path(sys.argv[1])
     hvd.init()
+    heard: set[str] = set()
+    current().bus.subscribe(lambda event: heard.add(event.kind))
     for name, case in JOBS[sys.argv[2]].items():
+        heard.clear()
         model, seen = trained(name, case, folder)
         group = current().group()
         waiting = [str(fault) for fault in current().injector.waiting]
-        left = {"digest": digest(model), "size": group.size, "waiting": waiting, **seen}
+        left = {"digest": digest(model), "size": group.size, "waiting": waiting, "heard": sorted(heard), **seen}
         if group.rank == group.size - 1 and case.like_one_process:
             left["apart"] = apart(model, seen["history"], case)
         (folder / f"{name}-{START_RANK}.json").write_text(json.dumps(left, default=float))

@@ -70,11 +70,19 @@ def left_by(folder: Path, case: str) -> Left:
 def test_survivors_go_on_to_the_end_and_are_equal(folder: Path, job: str, case: str) -> None:
     left = left_by(folder, case)
     assert len(left) == JOBS[job][1][case]
-    first, *others = ({**one, "apart": None} for one in left.values())
+    first, *others = ({**one, "apart": None, "heard": None} for one in left.values())
     for other in others:
         assert other == first
     assert first["size"] == len(left)
     assert first["waiting"] == []  # every fault has struck
+
+
+@pytest.mark.parametrize(
+    ("job", "case", "event"),
+    [("kinds", "lost", "decision"), ("forward", "late", "decision"), ("kinds", "flipped", "healed")],
+)
+def test_what_nobody_dies_of_is_mended_too(folder: Path, job: str, case: str, event: str) -> None:
+    assert all(event in one["heard"] for one in left_by(folder, case).values())
 
 
 @pytest.mark.parametrize(("job", "case"), ALIKE)

@@ -253,9 +253,14 @@ def test_one_that_answers_and_ends_before_the_answer_is_read_was_told(
 ) -> None:
     waited = Signals.wait
 
+    def ended() -> bool:
+        return all(child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())
+
     def late(self: Signals, timeout_s: float | None, *others: Notice) -> None:
         waited(self, timeout_s, *others)
-        time.sleep(0.5)  # it has ended by now
+        deadline = time.monotonic() + 10.0
+        while others and not ended() and time.monotonic() < deadline:  # it is about to answer, and to end
+            time.sleep(0.01)
 
     monkeypatch.setattr(Signals, "wait", late)
     assert python(TOLD + "sys.exit(3)", signals, notice) == 3

@@ -152,10 +152,13 @@ def test_a_sum_is_scaled_up_to_those_who_were_there() -> None:
     assert Left(average=False).values[MATRIX] == pytest.approx((6.0,) * 4)
 
 
-def test_nothing_is_lost_if_nobody_is_gone() -> None:
-    left = Left(before=2)
-    assert left.values[MATRIX] == (2.0,) * 4
-    assert left.lossy == [False] * 4
+@pytest.mark.parametrize("missing", ["reduce_again", "local", "skip"])
+def test_if_nobody_is_gone_what_is_reduced_anew_is_whole(missing: str) -> None:
+    left = Left(before=2, decision=Forward(missing))
+    assert left.values[METRICS] == (40.0, 2.0)
+    again = missing == "reduce_again"
+    assert left.lossy == [not again] * 3 + [False]
+    assert (left.values[MATRIX] == (2.0,) * 4) == again
 
 
 def test_what_lacked_a_share_before_still_does() -> None:

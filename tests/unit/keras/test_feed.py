@@ -58,6 +58,7 @@ class State:
         elif at in self.back:
             self.epoch, self.batch = self.back.pop(at)
             self.told, self.steps = told, self.epoch * BATCHES + self.batch
+            self._model.optimizer.learning_rate = 0.5  # as the checkpoint has it
             raise Restarted
         else:
             self.steps += 1
@@ -102,7 +103,7 @@ class Model:
     def __init__(self) -> None:
         self.optimizer = keras.optimizers.SGD(0.5)
         self.resets = 0
-        self._loss_tracker: Any = None
+        self._loss_tracker: Any = SimpleNamespace(count=8.0)
 
     def get_metrics_result(self) -> dict[str, float]:
         return {"loss": 7.0}
@@ -266,11 +267,11 @@ def test_a_worker_that_joins_passes_plain_batches_by() -> None:
 
 @pytest.fixture
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one has validated on three times as many samples, and has twice the values."""
+    """The other one has validated on 24 samples, and has twice the values."""
 
     def total(mine: Any, name: str) -> Any:
         count = mine[0]
-        return mine + np.array([3 * count, *(3 * 2 * value for value in mine[1:])])
+        return mine + np.array([24.0, *(24 * 2 * value / count for value in mine[1:])])
 
     monkeypatch.setattr(module, "current", lambda: SimpleNamespace(binding=SimpleNamespace(total=total)))
 
@@ -293,6 +294,28 @@ def test_a_failure_meanwhile_lets_them_agree_again() -> None:
     logs = {"val_loss": 4.0}
     rig.feed.agree(0, logs)
     assert (logs["val_loss"], rig.state.told, rig.state.steps) == (7.0, 1, 1)
+
+
+@pytest.mark.usefixtures("two_workers")
+def test_training_that_goes_back_meanwhile_catches_up_and_agrees_again() -> None:
+    rig = Rig()
+    rig.run(epochs=1)
+    rig.state.back = {(0, BATCHES): (0, 2)}
+    logs = {"val_loss": 4.0}
+    rig.feed.agree(0, logs)
+    assert rig.trained == [*ALL[:4], (0, 2), (0, 3)]
+    assert (logs["val_loss"], rig.state.told, rig.state.entered) == (7.0, 1, 1)
+
+
+@pytest.mark.usefixtures("two_workers")
+def test_one_that_has_joined_after_the_last_batch_has_the_logs_of_training() -> None:
+    rig = Rig()
+    rig.state.batch = BATCHES
+    rig.feed = Feed(rig.state, rig.model, rig.source, 1)
+    rig.feed.begin_epoch(0)
+    logs = {"val_loss": 4.0}
+    rig.feed.agree(0, logs)
+    assert logs == {"loss": 7.0, "val_loss": 7.0}
 
 
 def test_one_that_has_failed_alone_gets_what_the_others_have() -> None:

@@ -14,7 +14,11 @@ from horovod.common.exceptions import HorovodInternalError
 
 import horovod_ft.keras as hvd
 from horovod_ft.errors import ConfigurationError
+from horovod_ft.events import EventBus
+from horovod_ft.faults.inject import Injector
+from horovod_ft.faults.plan import Fault
 from horovod_ft.keras.metric_sums import MetricSums
+from horovod_ft.keras.probes import FaultProbes
 from horovod_ft.keras.question import NAME, Question
 from horovod_ft.keras.stages import Stages
 from tests.unit.keras.tools import Broken, TwoWorkers
@@ -175,6 +179,22 @@ def test_the_last_pass_of_a_step_takes_a_question_along(split: bool, eagerly: bo
         assert asking.questions[-1].result() == 0b101
     assert operations.asked.count(NAME) == 1  # once traced, for all sizes of batches
     assert int(model.optimizer.iterations) == 2
+
+
+@WAYS
+def test_a_fault_in_the_reduction_comes_in_the_last_pass(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(Same(), split=split, eagerly=eagerly, backward_passes_per_step=3)
+    bus = EventBus("worker")
+    injector = Injector([Fault("allreduce", "lose", worker=0, after=1)], 0, "localhost", bus)
+    stages._probes = FaultProbes(injector, lambda: 1)
+    for _ in range(2):
+        stepped(stages, ends=False, applies=False)
+    assert injector.waiting
+    with pytest.raises(HorovodInternalError):
+        stepped(stages)
+    assert int(model.optimizer.iterations) == 0
+    if split or eagerly:
+        assert stages.arrivals.done() == (True, False, False)
 
 
 class LosesQuestions(Same):

@@ -122,6 +122,16 @@ def test_an_update_that_the_survivors_finish_is_applied() -> None:
     assert update.engine.heard == [BROKEN, "asked", "applied"]
 
 
+@pytest.mark.parametrize(("passes", "admits"), [(2, True), (1, False)])
+def test_where_no_gradient_is_reduced_there_is_no_update_to_finish(passes: int, admits: bool) -> None:
+    update = update_of(stages := Stages(passes), admits=admits, finishes=True)
+    update.keep_gradients(True)
+    stages.breaks = True
+    with pytest.raises(HorovodInternalError):
+        update.train("batch")
+    assert "asked" not in update.engine.heard
+
+
 def test_stages_that_come_later_are_split_if_gradients_are_kept() -> None:
     update = update_of(None)
     update.keep_gradients(True)

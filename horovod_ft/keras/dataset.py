@@ -41,7 +41,8 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
 
     In ``evaluate`` and ``predict`` each worker has one contiguous part of the samples, in their own order, every sample
     on one worker: the predictions of all workers one after the other, by rank, are those of the whole. ``evaluate``
-    returns this worker's own numbers; ``validation_data`` of a ``fit`` is merged by callbacks, or is not.
+    returns this worker's own numbers; those of ``validation_data`` are of all workers in a ``fit`` with a
+    ``FaultToleranceCallback``, and with ``MetricAverageCallback`` their mean.
 
     Args:
         x: arrays, tensors, or a structure of them, of equal length; or a ``tf.data.Dataset`` of single samples, as many

@@ -7,13 +7,14 @@ gone back to one: Keras, its callbacks and its history stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_ft.errors import RecoveryError
+from horovod_ft.keras.metric_sums import totals
 from horovod_ft.keras.parts import rates_of, read
 from horovod_ft.keras.runtime import current
 from horovod_ft.recovery import Restarted
@@ -167,10 +168,11 @@ class Feed:
         return self._logs if self._logs is not None else dict(self._model.get_metrics_result())
 
     def agree(self, epoch: int, logs: Any) -> None:
-        """Let logs of an epoch that are not those of all workers yet, such as of a validation, become their mean.
+        """Let logs of an epoch that are not those of all workers yet, such as of a validation, become so. Blocks.
 
-        Blocks. Weighted by the samples that each worker has validated on. It is a step of its own, without a batch: a
-        worker that fails in it while others do not gets what they have.
+        Metrics of a validation are merged as those of training are, from the sums that they hold. Any other number
+        becomes the mean, weighted by the samples that each worker has validated on. It is a step of its own, without a
+        batch: a worker that fails in it while others do not gets what they have.
 
         Args:
             logs: of this worker; changed in place. The same names on all workers.
@@ -179,10 +181,17 @@ class Feed:
         for name, value in self._before.items():  # Keras has none if this worker has joined after the last batch
             logs.setdefault(name, value)
         self._before = {}
-        names = sorted(name for name, value in logs.items() if _is_number(value) and name not in self._merged())
-        if not names:
+        merged = self._model.get_metrics_result().keys()
+        validated = {name for name in logs if name.startswith("val_") and name not in merged}
+        if validated != {f"val_{name}" for name in merged}:
+            validated = set()  # Keras has taken them from what the model's test_step returned, not from metrics
+        names = sorted(
+            name for name, value in logs.items() if _is_number(value) and name not in merged and name not in validated
+        )
+        if not names and not validated:
             return
         state = self._state
+        sums = [value.numpy() for value in state.ft_metrics_values()]
         mine = [float(logs[name]) for name in names]
         others = {name: float(value) for name, value in logs.items() if _is_number(value)}
         while state.told <= epoch:
@@ -190,16 +199,29 @@ class Feed:
                 state.engine.begin()
                 with state.step():
                     # All of them: metrics hold those of the validation now, and a worker may join after this step.
-                    state.logs = {**others, **dict(zip(names, self._mean(mine), strict=True))}
+                    means = dict(zip(names, self._mean(mine), strict=True)) if names else {}
+                    state.logs = {**others, **means, **self._validation(validated, sums)}
                     state.told = epoch + 1
             except Restarted:
                 state.engine.enter()
                 self.catch_up()
         logs.update(state.logs)
 
-    def _merged(self) -> Any:
-        """Names of logs that are those of all workers."""
-        return self._model.get_metrics_result().keys()
+    def _validation(self, names: Collection[str], sums: Sequence[Any]) -> dict[str, Any]:
+        """Logs of a validation over all workers.
+
+        Args:
+            names: of the logs.
+            sums: what the metrics of this worker hold after its part; the same ones in the same order on all workers.
+        """
+        if not names:
+            return {}
+        present = self._state.ft_metrics_values()
+        self._state.ft_set_metrics(totals(sums, current().binding.total))
+        results = self._model.get_metrics_result()
+        self._state.ft_set_metrics(present)
+        values = ((f"val_{name}", np.array(value)) for name, value in results.items())
+        return {name: float(value) if value.ndim == 0 else value for name, value in values if name in names}
 
     def _mean(self, values: list[float]) -> list[float]:
         tracker = self._model._loss_tracker

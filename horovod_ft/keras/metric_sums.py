@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+Array = np.ndarray[Any, Any]
 #: What a step has added, by the name of the dtype: all variables of that dtype end to end.
 Deltas = Mapping[str, Any]
 
@@ -60,3 +62,22 @@ class MetricSums:
             begin = begins[dtype]
             begins[dtype] += length
             variable.assign(value + tf.reshape(sums[dtype][begin : begin + length], value.shape))
+
+
+def totals(values: Sequence[Array], total: Callable[[Array, str], Array]) -> list[Array]:
+    """The sums over all workers of values of metrics' variables. Blocks.
+
+    Args:
+        values: the same shapes and dtypes in the same order on all workers.
+        total: adds up an array of one dimension, see ``binding``.
+    """
+    places: dict[Any, list[int]] = defaultdict(list)
+    for index, value in enumerate(values):
+        places[value.dtype].append(index)
+    summed: dict[int, Array] = {}
+    for dtype, indices in places.items():
+        flat = total(np.concatenate([values[index].reshape(-1) for index in indices]), f"metrics of {dtype}")
+        ends = np.cumsum([values[index].size for index in indices]).tolist()
+        parts = np.split(flat, ends[:-1])
+        summed |= {index: part.reshape(values[index].shape) for index, part in zip(indices, parts, strict=True)}
+    return [summed[index] for index in range(len(values))]

@@ -84,6 +84,8 @@ class Case:
         hold: epoch and batch before which workers wait for another one to be announced.
         store: name of the folder for checkpoints.
         guarded: steps between two looks at whether replicas differ.
+        dealt: rows of a validation of which each worker has a part; 0: each validates on the same ones.
+        metrics: of the model.
         patience: epochs without a lower loss than the first, after which all stop.
     """
 
@@ -102,6 +104,8 @@ class Case:
     patience: int | None = None
     store: str | None = None
     guarded: int | None = None
+    dealt: int = 0
+    metrics: tuple[str, ...] = ("mae",)
 
     def callbacks(self) -> list[Any]:
         """What Keras has, and decides with."""
@@ -163,7 +167,7 @@ class Holds(keras.callbacks.Callback):  # type: ignore[misc]
 def made(case: Case, optimizer: Any) -> Any:
     keras.utils.set_random_seed(3)
     model = case.model()
-    model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **case.compiled)
+    model.compile(optimizer=optimizer, loss="mse", metrics=list(case.metrics), **case.compiled)
     return model
 
 
@@ -186,9 +190,10 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     dealt = hvd.elastic.ElasticDataset(x, y, global_batch_size=case.global_batch, shuffle=True, seed=SEED)
     data = (x, y) if case.plain else (dealt,)
     batch = {"batch_size": case.global_batch, "shuffle": False} if case.plain else {}
-    told = model.fit(
-        *data, epochs=case.epochs, verbose=0, validation_data=(x[:24], y[:24]), callbacks=callbacks, **batch
-    )
+    shown: Any = (x[:24], y[:24])
+    if case.dealt:
+        shown = hvd.elastic.ElasticDataset(x[: case.dealt], y[: case.dealt], global_batch_size=8)
+    told = model.fit(*data, epochs=case.epochs, verbose=0, validation_data=shown, callbacks=callbacks, **batch)
     return model, {"history": told.history, **watch.seen, "batches": watch.batches}
 
 
@@ -234,10 +239,10 @@ def alone(case: Case) -> tuple[Any, dict[str, list[float]]]:
             chosen = rows[index * case.global_batch : (index + 1) * case.global_batch]
             return x[chosen], y[chosen]
 
-    data = EachEpoch(workers=0)
+    data, shown = EachEpoch(workers=0), slice(case.dealt or 24)
     tell = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: setattr(data, "epoch", epoch))
     told: dict[str, list[float]] = model.fit(
-        data, epochs=case.epochs, verbose=0, shuffle=False, validation_data=(x[:24], y[:24]),
+        data, epochs=case.epochs, verbose=0, shuffle=False, validation_data=(x[shown], y[shown]),
         callbacks=[*case.callbacks(), tell],
     ).history  # fmt: skip
     return model, told
@@ -272,6 +277,7 @@ JOBS: dict[str, dict[str, Case]] = {
         "backward": Case((kill(2, 5, "backward"),)),
     },
     "epochs": {
+        "parts": Case(dealt=23, metrics=("mae", "root_mean_squared_error", "r2_score")),
         "last_of_epoch": Case((kill(3, 9, "allreduce", 1),), embedding, adam, {"steps_per_execution": 4}),
         "validation": Case(killed_in=(2, 0)),
         "last_validation": Case(killed_in=(0, EPOCHS - 1)),

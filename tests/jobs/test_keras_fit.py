@@ -21,7 +21,7 @@ EPOCHS, BATCHES = 2, 9
 #: Workers that each job begins with, and how many are left after each of its cases.
 JOBS: dict[str, tuple[int, dict[str, int]]] = {
     "moments": (5, {"quiet": 5, "forward": 4, "allreduce": 3, "rank_zero": 2, "backward": 1}),
-    "epochs": (4, {"last_of_epoch": 3, "validation": 2, "last_validation": 1}),
+    "epochs": (4, {"parts": 4, "last_of_epoch": 3, "validation": 2, "last_validation": 1}),
     "kinds": (5, {"lost": 5, "flipped": 5, "two_at_once": 3, "eagerly": 2, "plain": 1}),
     "models": (5, {"commit": 4, "own_state": 3, "half": 2}),
     "forward": (5, {"late": 5, "whole_update": 4, "part_of_it": 3, "rows": 2}),

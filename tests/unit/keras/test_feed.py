@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from horovod_ft.errors import RecoveryError
 from horovod_ft.keras import feed as module
@@ -36,7 +37,6 @@ class State:
         self.undone: set[Position] = set()
         self.back: dict[Position, Position] = {}
         self.entered = 0
-        self.metrics = ["metrics"]
         self.ft_update = SimpleNamespace(train=self._train)
         self.engine = SimpleNamespace(begin=lambda: None, enter=self._enter)
         self._model = model
@@ -70,10 +70,10 @@ class State:
         return False
 
     def ft_metrics_values(self) -> list[Any]:
-        return list(self.metrics)
+        return [tf.constant(value) for value in self._model.sums]
 
     def ft_set_metrics(self, values: list[Any]) -> None:
-        self.metrics = values
+        self._model.sums = [np.array(value) for value in values]
 
 
 class Positions:
@@ -98,15 +98,21 @@ class Positions:
 
 
 class Model:
-    """As much of a model as is needed."""
+    """As much of a model as is needed.
+
+    Attributes:
+        sums: of its metric: a total, and a count.
+    """
 
     def __init__(self) -> None:
+        self.sums: list[Any] = [np.float32(56.0), np.int32(8)]
         self.optimizer = keras.optimizers.SGD(0.5)
         self.resets = 0
         self._loss_tracker: Any = SimpleNamespace(count=8.0)
 
     def get_metrics_result(self) -> dict[str, float]:
-        return {"loss": 7.0}
+        total, count = self.sums
+        return {"loss": total / count}
 
     def reset_metrics(self) -> None:
         self.resets += 1
@@ -210,11 +216,11 @@ def test_where_there_is_nothing_left_keras_is_told() -> None:
 
 def test_a_worker_that_joins_goes_on_in_the_middle_with_the_metrics_of_the_others() -> None:
     rig = Rig()
-    rig.state.epoch, rig.state.batch, rig.state.metrics = 1, 2, ["of the others"]
+    rig.state.epoch, rig.state.batch = 1, 2
     feed = Feed(rig.state, rig.model, rig.source, 1)
-    rig.state.metrics = ["set back by Keras"]
+    rig.model.sums = [np.float32(0), np.int32(0)]  # as Keras sets them back
     feed.begin_epoch(1)
-    assert rig.state.metrics == ["of the others"]
+    assert rig.model.sums == [56.0, 8]
     assert [begin for begin, _, it in feed.executions(tuple) if it.train()] == [2, 3]
 
 
@@ -270,6 +276,8 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one has validated on 24 samples, and has twice the values."""
 
     def total(mine: Any, name: str) -> Any:
+        if name.startswith("metrics of "):
+            return mine + np.array([mine[0] * 6 if mine.dtype == np.float32 else 24], mine.dtype)
         count = mine[0]
         return mine + np.array([24.0, *(24 * 2 * value / count for value in mine[1:])])
 
@@ -280,10 +288,29 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logs_that_are_not_of_all_workers_become_their_mean() -> None:
     rig = Rig()
     rig.feed.begin_epoch(0)
-    logs = {"loss": 3.0, "val_loss": 4.0, "said": "so"}
+    logs = {"loss": 3.0, "seconds": 4.0, "said": "so"}
     rig.feed.agree(0, logs)
-    assert logs == {"loss": 3.0, "val_loss": (4 + 3 * 8) / 4, "said": "so"}
+    assert logs == {"loss": 3.0, "seconds": (4 + 3 * 8) / 4, "said": "so"}
     assert (rig.state.told, rig.state.steps) == (1, 1)
+
+
+@pytest.mark.usefixtures("two_workers")
+def test_metrics_of_a_validation_come_from_the_sums_of_all_workers() -> None:
+    rig = Rig()
+    rig.feed.begin_epoch(0)
+    logs = {"loss": 3.0, "val_loss": 7.0}
+    rig.feed.agree(0, logs)
+    assert logs == {"loss": 3.0, "val_loss": (56 + 6 * 56) / (8 + 24)}
+    assert rig.model.sums == [56.0, 8]
+
+
+@pytest.mark.usefixtures("two_workers")
+def test_a_validation_that_was_not_taken_from_metrics_becomes_a_mean() -> None:
+    rig = Rig()
+    rig.feed.begin_epoch(0)
+    logs = {"val_loss": 4.0, "val_of_its_own": 1.0}
+    rig.feed.agree(0, logs)
+    assert logs == {"val_loss": 7.0, "val_of_its_own": 1.75}
 
 
 @pytest.mark.usefixtures("two_workers")
@@ -291,9 +318,9 @@ def test_a_failure_meanwhile_lets_them_agree_again() -> None:
     rig = Rig()
     rig.feed.begin_epoch(0)
     rig.state.undone = {(0, 0)}
-    logs = {"val_loss": 4.0}
+    logs = {"seconds": 4.0, "val_loss": 7.0}
     rig.feed.agree(0, logs)
-    assert (logs["val_loss"], rig.state.told, rig.state.steps) == (7.0, 1, 1)
+    assert (logs["val_loss"], rig.state.told, rig.state.steps) == (12.25, 1, 1)
 
 
 @pytest.mark.usefixtures("two_workers")
@@ -301,10 +328,17 @@ def test_training_that_goes_back_meanwhile_catches_up_and_agrees_again() -> None
     rig = Rig()
     rig.run(epochs=1)
     rig.state.back = {(0, BATCHES): (0, 2)}
-    logs = {"val_loss": 4.0}
+    train = rig.state.ft_update.train
+
+    def metered(batch: Any) -> Any:
+        rig.model.sums = [np.float32(1), np.int32(1)]
+        return train(batch)
+
+    rig.state.ft_update.train = metered
+    logs = {"val_loss": 7.0}
     rig.feed.agree(0, logs)
     assert rig.trained == [*ALL[:4], (0, 2), (0, 3)]
-    assert (logs["val_loss"], rig.state.told, rig.state.entered) == (7.0, 1, 1)
+    assert (logs["val_loss"], rig.state.told, rig.state.entered) == (12.25, 1, 1)
 
 
 @pytest.mark.usefixtures("two_workers")
@@ -313,9 +347,9 @@ def test_one_that_has_joined_after_the_last_batch_has_the_logs_of_training() -> 
     rig.state.batch = BATCHES
     rig.feed = Feed(rig.state, rig.model, rig.source, 1)
     rig.feed.begin_epoch(0)
-    logs = {"val_loss": 4.0}
+    logs = {"seconds": 4.0}
     rig.feed.agree(0, logs)
-    assert logs == {"loss": 7.0, "val_loss": 7.0}
+    assert logs == {"loss": 7.0, "seconds": 7.0}
 
 
 def test_one_that_has_failed_alone_gets_what_the_others_have() -> None:

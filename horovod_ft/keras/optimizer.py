@@ -8,7 +8,9 @@ what it was for Keras, which serializes it as the plain optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import horovod.tensorflow as hvd
@@ -25,6 +27,20 @@ from horovod_ft.keras.same_names import formations
 
 OptimizerT = TypeVar("OptimizerT")
 Update = Callable[[list[Any]], None]
+#: Takes a reduction, and what its ``apply`` got.
+Collector = Callable[["Reduction", Sequence[Any], Sequence[str], Sequence[int], Update], None]
+#: In the thread that takes a training step apart. One for all optimizers: the step may apply some that are not expected.
+COLLECTOR: ContextVar[Collector | None] = ContextVar("COLLECTOR", default=None)
+
+
+@contextmanager
+def collecting(collector: Collector) -> Iterator[None]:
+    """Inside, no distributed optimizer reduces or applies anything: the collector gets it."""
+    token = COLLECTOR.set(collector)
+    try:
+        yield
+    finally:
+        COLLECTOR.reset(token)
 
 
 class Reduction:
@@ -34,14 +50,12 @@ class Reduction:
         reducer: over all workers.
         accumulation: over backward passes, on this worker; None if each pass is an update.
         done: the gradients that are being applied are reduced.
-        collector: takes what ``apply`` gets, while a training step is made that reduces and updates by itself.
     """
 
     def __init__(self, reducer: GradientReducer, accumulation: Accumulation | None) -> None:
         self.reducer = reducer
         self.accumulation = accumulation
         self.done = False
-        self.collector: Callable[[Sequence[Any], Sequence[str], Sequence[int], Update], None] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         """The variables that have gradients are known."""
@@ -56,8 +70,9 @@ class Reduction:
             places: of their variables among all that the optimizer was built for.
             update: gets the reduced gradients.
         """
-        if self.collector is not None:
-            self.collector(gradients, names, places, update)
+        collector = COLLECTOR.get()
+        if collector is not None:
+            collector(self, gradients, names, places, update)
             return
 
         if self.accumulation is None:

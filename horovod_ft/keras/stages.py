@@ -24,7 +24,7 @@ from horovod_ft.keras.failures import failures
 from horovod_ft.keras.flight import Flight
 from horovod_ft.keras.metric_sums import MetricSums
 from horovod_ft.keras.operations import HorovodOperations, Operations
-from horovod_ft.keras.optimizer import Reduction, distributed_in
+from horovod_ft.keras.optimizer import Reduction, collecting, distributed_in
 from horovod_ft.keras.probes import NoProbes, Probes
 from horovod_ft.keras.question import NAME, Question
 from horovod_ft.keras.reducer import together
@@ -235,8 +235,10 @@ class Stages:
         self._collected = None
         gradients: list[Any] = []
 
-        def collect(given: Sequence[Any], names: Sequence[str], places: Sequence[int], update: Any) -> None:
-            self._check(given)
+        def collect(
+            applied: Reduction, given: Sequence[Any], names: Sequence[str], places: Sequence[int], update: Any
+        ) -> None:
+            self._check(applied)
             present = tuple(place for place, gradient in enumerate(given) if gradient is not None)
             named = tuple(names[place] for place in present)
             variables = self._model.optimizer._trainable_variables
@@ -244,20 +246,21 @@ class Stages:
             self._collected = Collected(named, present, len(given), tuple(places), elements, update)
             gradients[:] = [given[place] for place in present]
 
-        reduction = self.reduction
-        reduction.collector = collect
         graph = tf.compat.v1.get_default_graph()
-        try:
-            with self._probes.forward():
-                logs = self._model.train_step(batch)
-        finally:
-            reduction.collector = None
+        with collecting(collect), self._probes.forward():
+            logs = self._model.train_step(batch)
         self._check_graph(gradients, graph)
         gradients = self._probes.backward(gradients)
+        reduction = self.reduction
         gradients = [reduction.reducer.weighted(reduction.reducer.prepared(gradient)) for gradient in gradients]
         return Local(self._summed(gradients, ends=ends), self._metrics.deltas(), before, logs)
 
-    def _check(self, gradients: Sequence[Any]) -> None:
+    def _check(self, applied: Reduction) -> None:
+        if applied is not self.reduction:
+            raise ConfigurationError(
+                "the model's train_step applies gradients by another distributed optimizer than the model's: a model "
+                "that is trained under FaultToleranceCallback has one optimizer, and one update in a step"
+            )
         if self._collected is not None:
             raise ConfigurationError(
                 "the model's train_step applies gradients more than once: a step that is undone as a whole has one "

@@ -294,11 +294,54 @@ class InsideOfCond(keras.Sequential):  # type: ignore[misc]
             "loss": tf.constant(0.0), "mae": tf.constant(0.0)})  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "told"), [(TwoUpdates, "more than once"), (InsideOfCond, "inside of tf.cond")])
+class TwoOptimizers(keras.Sequential):  # type: ignore[misc]
+    """As a GAN has them. The other one is applied first."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__(layers)
+        self.other = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def train_step(self, data: Any) -> Any:
+        kernel = self.trainable_variables[0]
+        self.other.apply([tf.ones(kernel.shape)], [kernel])
+        return super().train_step(data)
+
+
+REFUSED = pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (TwoUpdates, "more than once"),
+        (TwoOptimizers, "another distributed optimizer"),
+        (InsideOfCond, "inside of tf.cond"),
+    ],
+)
+
+
+@REFUSED
 def test_a_train_step_that_cannot_be_taken_apart_is_refused(kind: Any, told: str) -> None:
     _, stages = stages_of(Same(), model=lambda: kind([keras.Input((2,)), keras.layers.Dense(1)]))
     with pytest.raises(ConfigurationError, match=told):
         stepped(stages)
+
+
+@WAYS
+def test_another_optimizer_that_is_refused_has_changed_nothing(split: bool, eagerly: bool) -> None:
+    model, stages = stages_of(
+        Same(), split=split, eagerly=eagerly, model=lambda: TwoOptimizers([keras.Input((2,)), keras.layers.Dense(1)])
+    )
+    before = [value.tolist() for value in model.get_weights()]
+    with pytest.raises(ConfigurationError, match="another distributed optimizer"):
+        stepped(stages)
+    assert [value.tolist() for value in model.get_weights()] == before
+
+
+def test_after_a_step_another_optimizer_is_applied_as_ever() -> None:
+    _, stages = stages_of(Same())
+    stepped(stages)
+    other, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), keras.Variable(1.0)
+    other.build([variable])
+    other.apply([tf.constant(1.0)])
+    assert float(variable) == 0.0
 
 
 def test_sparse_gradients_stay_sparse() -> None:

@@ -29,7 +29,7 @@ OptimizerT = TypeVar("OptimizerT")
 Update = Callable[[list[Any]], None]
 #: Takes a reduction, and what its ``apply`` got.
 Collector = Callable[["Reduction", Sequence[Any], Sequence[str], Sequence[int], Update], None]
-#: In the thread that takes a training step apart. One for all optimizers: the step may apply some that are not expected.
+#: In the thread that takes a training step apart. One for all optimizers: a step may apply some that are not expected.
 COLLECTOR: ContextVar[Collector | None] = ContextVar("COLLECTOR", default=None)
 
 
@@ -245,9 +245,23 @@ def _check_optimizer(optimizer: Any) -> None:
         )
     if isinstance(optimizer, type):
         raise ConfigurationError(f"DistributedOptimizer needs an optimizer, not its class: {optimizer.__name__}(...)")
+    if _wrapped_by_horovod(optimizer):
+        raise ConfigurationError(
+            "this optimizer is wrapped already, by Horovod's own DistributedOptimizer, which does nothing on Keras 3: "
+            "import horovod_ft.keras as hvd in place of Horovod's module, and wrap the plain optimizer once"
+        )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigurationError(
             f"DistributedOptimizer needs a keras.optimizers.Optimizer of Keras 3, not {type(optimizer).__name__}"
         )
     if distributed_in(optimizer) is not None:
         raise ConfigurationError("this optimizer is distributed already: DistributedOptimizer was applied to it twice")
+
+
+def _wrapped_by_horovod(optimizer: Any) -> bool:
+    """Whether it, or one inside of it, has a class that stock Horovod has made."""
+    while optimizer is not None:
+        if any(base.__module__.partition(".")[0] == "horovod" for base in type(optimizer).__mro__):
+            return True
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return False

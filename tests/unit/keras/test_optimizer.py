@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import horovod.keras
+import horovod.tensorflow.keras
 import keras
 import numpy as np
 import pytest
@@ -410,6 +412,14 @@ def test_an_argument_without_a_meaning_is_refused(options: dict[str, Any], match
 def test_what_is_no_optimizer_is_refused(given: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         hvd.DistributedOptimizer(given)
+
+
+@pytest.mark.parametrize("around", [lambda inner: inner, scaled], ids=["it", "one around it"])
+@pytest.mark.parametrize("stock", [horovod.keras, horovod.tensorflow.keras, horovod.tensorflow])
+def test_what_horovod_has_wrapped_already_is_refused(stock: Any, around: Callable[[Any], Any]) -> None:
+    wrapped = around(stock.DistributedOptimizer(sgd()))
+    with pytest.raises(ConfigurationError, match=r"wrapped already.*import horovod_ft\.keras as hvd"):
+        hvd.DistributedOptimizer(wrapped)
 
 
 @pytest.mark.parametrize("around", [lambda inner: inner, scaled], ids=["it", "one around it"])

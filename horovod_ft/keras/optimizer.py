@@ -195,7 +195,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     Args:
         optimizer: any of Keras 3, built or not, a ``LossScaleOptimizer`` too. **The same object is returned**, with
             another class.
-        name: comes before the names of the operations; default: ``gradient``.
+        name: comes before the names of the operations; default: ``gradient``. Optimizers of one step may have the same.
         device_dense, device_sparse: where dense and sparse gradients are reduced; empty: TensorFlow decides.
         compression: ``hvd.Compression.none`` or ``fp16``, or a class with ``compress`` and ``decompress``.
         sparse_as_dense: reduce sparse gradients as dense ones.
@@ -247,8 +247,8 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ConfigurationError(f"DistributedOptimizer needs an optimizer, not its class: {optimizer.__name__}(...)")
     if _wrapped_by_horovod(optimizer):
         raise ConfigurationError(
-            "this optimizer is wrapped already, by Horovod's own DistributedOptimizer, which does nothing on Keras 3: "
-            "import horovod_ft.keras as hvd in place of Horovod's module, and wrap the plain optimizer once"
+            "this optimizer is wrapped already, by Horovod's own DistributedOptimizer, which averages nothing on Keras "
+            "3: import horovod_ft.keras as hvd in place of Horovod's module, and wrap the plain optimizer once"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigurationError(

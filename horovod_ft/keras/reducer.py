@@ -18,6 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.failures import failures
+from horovod_ft.keras.names import own_prefix
 from horovod_ft.keras.operations import HorovodOperations, Operations
 from horovod_ft.keras.same_names import SameNames
 
@@ -29,7 +30,7 @@ class GradientReducer:
     """Averages or sums gradients, each under its name.
 
     Args:
-        prefix: comes before each name.
+        prefix: comes before each name, with a number behind it if another reducer of the graph has the same one.
         compression: ``hvd.Compression.none`` or ``fp16``, or a class with ``compress`` and ``decompress``.
         op: ``hvd.Average`` or ``hvd.Sum``.
         predivide: divide by this before the sum and by ``size / predivide`` after it; Average only.
@@ -60,7 +61,7 @@ class GradientReducer:
         self._device_dense = device_dense
         self._device_sparse = device_sparse
         self._operations = operations or HorovodOperations()
-        self._same = None if formed is None else SameNames(prefix, self._operations, formed)
+        self._same = None if formed is None else SameNames(self._operations, formed)
         self._set = 1.0  # what the variable holds
         with tf.init_scope(), tf.device("/CPU:0"):  # by its class, or a function that makes a reducer is traced twice
             self._weight = ResourceVariable(1.0, trainable=False, dtype=tf.float64, name="weight")
@@ -146,7 +147,8 @@ class GradientReducer:
         if self._same is None or not gradients:
             return nullcontext()
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
-        return self._same.checked([f"{name}.values" if s else name for name, s in zip(names, sparse, strict=True)])
+        compared = [f"{name}.values" if s else name for name, s in zip(names, sparse, strict=True)]
+        return self._same.checked(compared, own_prefix(self, self._prefix))
 
     def prepared(self, gradient: Gradient) -> Gradient:
         """A local gradient in the form in which it is reduced: dense or sparse."""
@@ -156,6 +158,7 @@ class GradientReducer:
 
     def one(self, gradient: Gradient, name: str) -> Gradient:
         """Reduce one prepared gradient, in a graph, as soon as it is there."""
+        name = f"{own_prefix(self, self._prefix)}.{name}"
         if isinstance(gradient, tf.IndexedSlices):
             return self._sparse(gradient, name)
         return self._dense(gradient, name)
@@ -165,7 +168,7 @@ class GradientReducer:
             wire, context = self._compression.compress(gradient)
             carried = tf.cast(wire, tf.float32) if wire.dtype == tf.bfloat16 else wire  # Horovod has no bfloat16
             before, after = self._scales
-            reduced = self._operations.allreduce(carried, f"{self._prefix}.{name}", self._op, before, after)
+            reduced = self._operations.allreduce(carried, name, self._op, before, after)
             return self._compression.decompress(tf.cast(reduced, wire.dtype), context)
 
     def _sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
@@ -173,8 +176,8 @@ class GradientReducer:
         with tf.device(self._device_sparse):
             wire, context = self._compression.compress(gradient.values)
             carried = tf.cast(wire, tf.float32) if wire.dtype == tf.bfloat16 else wire
-            gathered = self._operations.allgather(carried, f"{self._prefix}.{name}.values")
-            indices = self._operations.allgather(gradient.indices, f"{self._prefix}.{name}.indices")
+            gathered = self._operations.allgather(carried, f"{name}.values")
+            indices = self._operations.allgather(gradient.indices, f"{name}.indices")
             values = self._compression.decompress(tf.cast(gathered, wire.dtype), context)
             if self._op == hvd.Average:
                 values = values / tf.cast(self._operations.size(), values.dtype)

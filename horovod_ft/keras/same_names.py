@@ -36,36 +36,35 @@ class SameNames:
     A worker that reduces nothing at all takes no part in it, and the others wait.
 
     Args:
-        prefix: comes before the name of the operation.
         operations: of the group.
         formed: how often the group has been formed, in a variable; as long as that is 0, nothing is compared.
     """
 
-    def __init__(self, prefix: str, operations: Operations, formed: Any) -> None:
-        self._prefix = prefix
+    def __init__(self, operations: Operations, formed: Any) -> None:
         self._operations = operations
         self._formed = formed
         with tf.init_scope(), tf.device("/CPU:0"):
             self._compared = ResourceVariable(0, trainable=False, dtype=tf.int64, name="compared")
 
     @contextmanager
-    def checked(self, names: Sequence[str]) -> Iterator[None]:
+    def checked(self, names: Sequence[str], prefix: str) -> Iterator[None]:
         """What is made inside, in a graph, runs after the check.
 
         When the graph runs it raises ``InvalidArgumentError``, on all workers, if their names differ.
 
         Args:
             names: of what is reduced, with what kind each is, in order.
+            prefix: comes before the name of the operation.
         """
         formed = tf.convert_to_tensor(self._formed)
         done = tf.logical_or(tf.equal(formed, 0), tf.equal(formed, tf.convert_to_tensor(self._compared)))
-        with tf.control_dependencies([tf.cond(done, lambda: formed, lambda: self._compare(names, formed))]):
+        with tf.control_dependencies([tf.cond(done, lambda: formed, lambda: self._compare(names, prefix, formed))]):
             yield
 
-    def _compare(self, names: Sequence[str], formed: Any) -> Any:
+    def _compare(self, names: Sequence[str], prefix: str, formed: Any) -> Any:
         number = number_of(names)
         mine = tf.constant([number, number * number], tf.int64)
-        total = self._operations.allreduce(mine, f"{self._prefix}.names", hvd.Sum, 1.0, 1.0)
+        total = self._operations.allreduce(mine, f"{prefix}.names", hvd.Sum, 1.0, 1.0)
         # A sum and a sum of squares are both what they would be of equal numbers only if all are equal.
         equal = tf.reduce_all(tf.equal(total, mine * tf.cast(self._operations.size(), tf.int64)))
         said = (

@@ -18,6 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 import horovod_ft.keras as hvd
 from horovod_ft.errors import ConfigurationError
+from horovod_ft.keras.operations import HorovodOperations
 from horovod_ft.keras.optimizer import distributed_in
 from tests.unit.keras.tools import Broken, TwoWorkers
 
@@ -378,6 +379,50 @@ def test_a_plain_model_is_compiled_with_xla_as_before() -> None:
     compiled = model()
     compiled.compile(optimizer=sgd(), loss="mse", jit_compile=True)
     assert compiled.jit_compile is True
+
+
+# --- two optimizers in a step ----------------------------------------------------------------------------------------
+
+
+class Two(keras.Model):  # type: ignore[misc]
+    """Two models with equal paths, each with an optimizer of its own: ``train_step`` applies both, as that of a GAN."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.both = [model(), model()]
+        self.optimizers = [hvd.DistributedOptimizer(sgd(0.1), **options) for _ in self.both]
+
+    def call(self, x: Any) -> Any:
+        return self.both[0](x) + self.both[1](x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [tf.reduce_mean((one(x) - y) ** 2) for one in self.both]
+        for one, optimizer, loss in zip(self.both, self.optimizers, losses, strict=True):
+            optimizer.apply(tape.gradient(loss, one.trainable_variables), one.trainable_variables)
+        return {"first": losses[0], "second": losses[1]}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_two_optimizers_may_be_applied_in_a_step(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+    asked: list[str] = []
+
+    class Noted(HorovodOperations):
+        def allreduce(self, tensor: Any, name: str, *more: Any) -> Any:
+            asked.append(name)
+            return super().allreduce(tensor, name, *more)
+
+    monkeypatch.setattr("horovod_ft.keras.reducer.HorovodOperations", Noted)
+    joined = tf.Variable(1, dtype=tf.int64)  # a group, so that names are compared
+    monkeypatch.setattr("horovod_ft.keras.optimizer.formations", lambda: joined)
+    trained = Two(backward_passes_per_step=passes)
+    for optimizer, one in zip(trained.optimizers, trained.both, strict=True):
+        optimizer.build(one.trainable_variables)
+    trained.compile()
+    history = trained.fit(np.ones((32, 2)), np.ones((32, 1)), batch_size=4, epochs=2, verbose=0).history
+    assert all(history[name][1] < history[name][0] for name in ("first", "second"))
+    assert len(set(asked)) == len(asked) == 6
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------

@@ -193,6 +193,64 @@ def test_equal_names_in_one_graph_are_told_apart() -> None:
     assert names == ["HorovodAllreduce.x", "HorovodAllreduce.x_1"]
 
 
+# --- several reducers ------------------------------------------------------------------------------------------------
+
+
+def names_in(function: Any) -> list[str]:
+    """Of Horovod's operations in the graph of a function without arguments, and in all graphs inside of it."""
+    graph = function.get_concrete_function().graph.as_graph_def()
+    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    return sorted(node.name for node in nodes if node.op in ("HorovodAllreduce", "HorovodAllgather"))
+
+
+def pair(*prefixes: str) -> list[GradientReducer]:
+    """Reducers of a process that has just joined a group, so that they compare names."""
+    formed = tf.Variable(1, dtype=tf.int64)
+    return [GradientReducer(prefix, formed=formed) for prefix in prefixes]
+
+
+def plainly(reducer: GradientReducer) -> Any:
+    return reducer.reduce([tf.constant([1.0])], ["w"])[0]
+
+
+def branch(reducer: GradientReducer) -> Any:
+    return tf.cond(tf.greater(tf.random.uniform([]), -1.0), lambda: plainly(reducer), lambda: tf.ones([1]))
+
+
+def function_of_its_own(reducer: GradientReducer) -> Any:
+    return tf.function(plainly, autograph=False)(reducer)
+
+
+@pytest.mark.parametrize("place", [plainly, branch, function_of_its_own])
+def test_two_reducers_in_one_graph_have_names_of_their_own(place: Any) -> None:
+    first, second = pair("gradient", "gradient")
+    for _ in range(2):  # the second time as a graph that is made anew
+        step = tf.function(lambda: (place(first), place(second)), autograph=False)
+        assert names_in(step) == [
+            "HorovodAllreduce.gradient-2.names",
+            "HorovodAllreduce.gradient-2.w",
+            "HorovodAllreduce.gradient.names",
+            "HorovodAllreduce.gradient.w",
+        ]
+        assert [value.numpy().tolist() for value in step()] == [[1.0], [1.0]]
+
+
+def test_what_a_process_has_made_before_does_not_shift_names() -> None:
+    """A worker that joins has not made the first one."""
+    first, second = pair("gradient", "gradient")
+    tf.function(lambda: plainly(first))()
+    step = tf.function(lambda: plainly(second))
+    assert names_in(step) == ["HorovodAllreduce.gradient.names", "HorovodAllreduce.gradient.w"]
+
+
+def test_a_name_that_the_user_has_chosen_stays_with_its_reducer() -> None:
+    both = pair("gradient-2", "gradient", "gradient")
+    names = names_in(tf.function(lambda: [branch(one) for one in both], autograph=False))
+    assert [name for name in names if name.endswith(".w")] == [
+        "HorovodAllreduce.gradient-2.w", "HorovodAllreduce.gradient-3.w", "HorovodAllreduce.gradient.w",
+    ]  # fmt: skip
+
+
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 

@@ -39,10 +39,10 @@ class Group:
 def made(group: Group) -> tuple[Any, tf.Variable]:
     """A step that passes on 1.0 once names are known to be the same, and how often the group has been formed."""
     formed = tf.Variable(1, dtype=tf.int64)
-    same = SameNames("gradient", group, formed)
+    same = SameNames(group, formed)
 
     def step() -> Any:
-        with same.checked(MINE):
+        with same.checked(MINE, "gradient"):
             return tf.constant(1.0) + 0.0
 
     return tf.function(step, autograph=False), formed

@@ -20,6 +20,7 @@ from horovod_ft.guard import ReplicaGuard
 from horovod_ft.keras import fit_hooks
 from horovod_ft.keras.callback_states import CallbackStates
 from horovod_ft.keras.feed import DatasetSource, Feed, PlainSource, Source
+from horovod_ft.keras.one_writer import OneWriter
 from horovod_ft.keras.optimizer import distributed_in
 from horovod_ft.keras.plain_fit import set_weight
 from horovod_ft.keras.probes import FaultProbes
@@ -47,7 +48,8 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
     Each batch is a transaction. If the group breaks in it, no variable of model or optimizer has been touched, and the
     policy decides: by default the same global batch is dealt out anew and computed again. No batch, epoch or entry of
     the history is lost or doubled. Metrics are those of all workers, so that callbacks decide alike on all of them.
-    Give it to ``fit`` on all workers, alone or among other callbacks, wherever in the list.
+    Give it to ``fit`` on all workers, alone or among other callbacks, wherever in the list. Of those, each
+    ``ModelCheckpoint`` writes on the worker that is rank 0 at that time.
 
     Args:
         policy: what to do after a failure: a policy, or its name as in ``HOROVOD_FT_POLICY``. Default: the environment,
@@ -86,6 +88,7 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         self._state: TensorFlowState | None = None
         self._feed: Feed | None = None
         self._states: CallbackStates | None = None
+        self._writer = OneWriter(())
         self._kept: tuple[Any, Any] = (None, None)
 
     @property
@@ -121,14 +124,17 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
                 "a fit with a FaultToleranceCallback began inside of another one: train one model after the other"
             )
         check_model(self.model)
+        left = _Active.callback
+        if left is not None:  # its fit has ended by an error
+            left._stop()
+            left.ft_over()
         for callback in callbacks:
             if hasattr(callback, "ft_not_alone"):
                 callback.ft_not_alone = True
+        self._writer = OneWriter(callbacks)
 
     def ft_begin(self, callbacks: Sequence[Any]) -> None:
         """All other callbacks know that training begins: bring the group to one state. Blocks."""
-        if _Active.callback is not None:  # its fit has ended by an error
-            _Active.callback._stop()
         runtime, iterator = current(), fit_hooks.newest_iterator()
         build(self.model, iterator)
         dataset = self._data if self._data is not None else dataset_of(iterator)
@@ -183,6 +189,10 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
             self._feed.catch_up()
         self.model.train_function, self.model._initial_epoch = self._kept
         self._stop()
+
+    def ft_over(self) -> None:
+        """Training is over, and all callbacks know; or it could not begin."""
+        self._writer.end()
 
     def _stop(self) -> None:
         _Active.callback = _Active.iterator = None

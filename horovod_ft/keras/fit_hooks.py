@@ -1,8 +1,8 @@
 """The places in Keras's ``fit`` that have to know of fault tolerance. For every other ``fit`` Keras does what it did.
 
 - Which epoch iterator a ``fit`` goes by is known to ``fit`` alone: it is remembered when it is made.
-- A callback has to act before training begins for all others, and after that; and at the end of an epoch, and of
-  training, before all others: a list of callbacks calls it there.
+- A callback has to act before training begins for all others, and after that; at the end of an epoch, and of training,
+  before all others; and when training is over for all of them: a list of callbacks calls it there.
 """
 
 from __future__ import annotations
@@ -67,13 +67,17 @@ def _guard_of(callbacks: Any) -> Any:
 def _beginning(plain: Callable[..., None]) -> Callable[..., None]:
     def on_train_begin(self: Any, logs: Any = None) -> None:
         guard = _guard_of(self)
-        if guard is not None:
-            guard.ft_check(self.callbacks)
-        else:
+        if guard is None:
             follow(newest_iterator(), self)
-        plain(self, logs)
-        if guard is not None:
+            plain(self, logs)
+            return
+        guard.ft_check(self.callbacks)
+        try:
+            plain(self, logs)
             guard.ft_begin(self.callbacks)
+        except BaseException:
+            guard.ft_over()
+            raise
 
     return on_train_begin
 
@@ -91,8 +95,13 @@ def _ending_epoch(plain: Callable[..., None]) -> Callable[..., None]:
 def _ending(plain: Callable[..., None]) -> Callable[..., None]:
     def on_train_end(self: Any, logs: Any = None) -> None:
         guard = _guard_of(self)
-        if guard is not None:
-            guard.ft_end()
-        plain(self, logs)
+        if guard is None:
+            plain(self, logs)
+            return
+        guard.ft_end()
+        try:
+            plain(self, logs)
+        finally:
+            guard.ft_over()
 
     return on_train_end

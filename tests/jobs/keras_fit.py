@@ -87,6 +87,7 @@ class Case:
         dealt: rows of a validation of which each worker has a part; 0: each validates on the same ones.
         metrics: of the model.
         patience: epochs without a lower loss than the first, after which all stop.
+        saved: name of the file in which Keras saves the model at the end of each epoch.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -106,6 +107,7 @@ class Case:
     guarded: int | None = None
     dealt: int = 0
     metrics: tuple[str, ...] = ("mae",)
+    saved: str | None = None
 
     def callbacks(self) -> list[Any]:
         """What Keras has, and decides with."""
@@ -183,6 +185,9 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     guard = hvd.elastic.FaultToleranceCallback(policy=case.policy, checkpoint=checkpoint, guard=looks)
     watch = Watch(guard)
     callbacks = [guard, watch, *case.callbacks()]
+    if case.saved is not None:
+        note_saving(model, watch, folder)
+        callbacks.append(keras.callbacks.ModelCheckpoint(folder / case.saved))
     if case.killed_in is not None and case.killed_in[0] == START_RANK:
         callbacks.append(DiesInValidation(case.killed_in[1]))
     if case.hold is not None:
@@ -194,6 +199,8 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     if case.dealt:
         shown = hvd.elastic.ElasticDataset(x[: case.dealt], y[: case.dealt], global_batch_size=8)
     told = model.fit(*data, epochs=case.epochs, verbose=0, validation_data=shown, callbacks=callbacks, **batch)
+    if case.saved is not None:
+        watch.seen["saved"] = digest(keras.saving.load_model(folder / case.saved))
     return model, {"history": told.history, **watch.seen, "batches": watch.batches}
 
 
@@ -215,6 +222,17 @@ class Watch(keras.callbacks.Callback):  # type: ignore[misc]
         metrics = [float(value.numpy().sum()) for value in state.ft_metrics_values()]
         traced = state.ft_update.stages.traced
         self.seen = {"metrics": metrics, "traced": traced, "steps": state.steps}
+
+
+def note_saving(model: Any, watch: Watch, folder: Path) -> None:
+    """Leave a note of the epoch and of this worker each time a model is saved."""
+    save = model.save
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        (folder / f"wrote-{watch.epoch}-{START_RANK}").touch()
+        save(*args, **kwargs)
+
+    model.save = noting
 
 
 def digest(model: Any) -> str:
@@ -303,6 +321,7 @@ JOBS: dict[str, dict[str, Case]] = {
     "restart": {"restart": Case((kill(1, 15, "allreduce", 2),), policy="checkpoint_restart(every=4)", store="store")},
     "dies": {"dies": Case((kill(0, 15, "forward"), kill(1, 15, "forward")), store="store")},
     "again": {"again": Case(store="store")},
+    "files": {"files": Case((kill(0, 15, "allreduce", 2),), saved="model.keras")},
     "newcomer": {"newcomer": Case(hold=(1, 3), epochs=5, patience=2)},
 }
 

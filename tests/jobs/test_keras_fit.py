@@ -161,3 +161,14 @@ def test_a_job_that_has_lost_all_workers_goes_on_from_its_last_checkpoint(tmp_pa
     for one in left.values():
         assert one["batches"][0] > [0, 0]
         assert one["batches"][-1] == [1, BATCHES - 1]
+
+
+def test_rank_zero_writes_what_keras_saves_and_the_next_one_takes_over(tmp_path: Path) -> None:
+    left = left_by(run(tmp_path, "files", 3), "files")
+    assert left.keys() == {"files-1", "files-2"}
+    assert {one["saved"] for one in left.values()} == {one["digest"] for one in left.values()}
+    assert len({one["digest"] for one in left.values()}) == 1
+    first, second = sorted(path.name for path in tmp_path.glob("wrote-*"))
+    assert first == "wrote-0-0"
+    assert second in ("wrote-1-1", "wrote-1-2")
+    assert [path.name for path in tmp_path.glob("*.keras")] == ["model.keras"]

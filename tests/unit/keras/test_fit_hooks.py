@@ -58,6 +58,9 @@ class Guarding(keras.callbacks.Callback):  # type: ignore[misc]
     def ft_end(self) -> None:
         self.seen.append("end")
 
+    def ft_over(self) -> None:
+        self.seen.append("over")
+
 
 @pytest.fixture(autouse=True)
 def _hooks() -> None:
@@ -75,8 +78,20 @@ def test_it_acts_before_all_others_wherever_it_is_in_the_list(first: bool) -> No
     seen: list[str] = []
     both = [Guarding(seen), Noting(seen)]
     told = fit(*(both if first else reversed(both)))
-    assert seen == ["check", "train begins", "begin", "guard's epoch ends", "epoch ends", "end", "train ends"]
+    begins, ends = ["check", "train begins", "begin"], ["end", "train ends", "over"]
+    assert seen == [*begins, "guard's epoch ends", "epoch ends", *ends]
     assert told.history["agreed"] == [5.0]  # the history, too, gets what was agreed on
+
+
+@pytest.mark.parametrize("when", ["on_train_begin", "on_train_end"])
+def test_it_knows_that_training_is_over_when_another_one_fails(when: str) -> None:
+    def failing(logs: Any) -> None:
+        raise KeyError(when)
+
+    seen: list[str] = []
+    with pytest.raises(KeyError):
+        fit(Guarding(seen), keras.callbacks.LambdaCallback(**{when: failing}))
+    assert seen[-1] == "over"
 
 
 def test_it_knows_the_epochs_of_its_fit() -> None:

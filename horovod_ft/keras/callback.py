@@ -118,6 +118,11 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
             raise ConfigurationError("FaultToleranceCallback works inside of model.fit() only")
         if sum(isinstance(one, FaultToleranceCallback) for one in callbacks) > 1:
             raise ConfigurationError("there is more than one FaultToleranceCallback in this fit: give it one")
+        if any(isinstance(one, keras.callbacks.BackupAndRestore) for one in callbacks):
+            raise ConfigurationError(
+                "give FaultToleranceCallback(checkpoint=...) in place of BackupAndRestore: it does the same, and "
+                "goes on when workers die"
+            )
         running = None if _Active.iterator is None else _Active.iterator()
         if running is not None and fit_hooks.is_running(running):
             raise ConfigurationError(

@@ -13,6 +13,7 @@ import pytest
 
 import horovod_ft.keras as hvd
 from horovod_ft import runtime
+from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras import one_writer
 from horovod_ft.membership.base import Group
 
@@ -262,3 +263,12 @@ def test_after_an_error_at_the_borders_of_training_the_model_is_back(when: str) 
     with pytest.raises(KeyError):
         fit(model, checkpoint, keras.callbacks.LambdaCallback(**{when: lambda logs: raising()}))
     assert checkpoint.model is model
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_backup_and_restore_beside_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"FaultToleranceCallback\(checkpoint=\.\.\.\)"):
+        fit(compiled(), keras.callbacks.BackupAndRestore(tmp_path / "backup"))
+    assert list(tmp_path.iterdir()) == []

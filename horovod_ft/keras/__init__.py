@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from horovod_ft.installation import require_horovod
+from horovod_ft.keras.backend import require_tensorflow
 
+require_tensorflow()  # first: Horovod's module for TensorFlow imports Keras, which fails of another backend
 require_horovod("tensorflow", "mpi_ops")
 
 import horovod.tensorflow as _horovod  # noqa: E402

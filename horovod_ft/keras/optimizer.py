@@ -209,7 +209,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         scale_local_gradients: of no effect: there are no local variables.
 
     Raises:
-        ConfigurationError: an argument is wrong, or has no meaning in an elastic job; Keras does not run on TensorFlow.
+        ConfigurationError: an argument is wrong, or has no meaning in an elastic job.
     """
     _check_optimizer(optimizer)
     check_reduction(op, gradient_predivide_factor, process_set)
@@ -238,11 +238,6 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if keras.backend.backend() != "tensorflow":
-        raise ConfigurationError(
-            f"Keras runs on {keras.backend.backend()}; horovod_ft.keras needs TensorFlow: set KERAS_BACKEND=tensorflow "
-            "before keras is imported"
-        )
     if isinstance(optimizer, type):
         raise ConfigurationError(f"DistributedOptimizer needs an optimizer, not its class: {optimizer.__name__}(...)")
     if _wrapped_by_horovod(optimizer):

@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "testing.local_job": "starts worker processes, in an environment made from its own",
     "cli.run": "starts a job, in an environment made from its own",
     "cli.chaos": "starts a job, in an environment made from its own",
+    "keras.backend": "asks which backend Keras will have, by Keras's own variables",
     "cli.check": "runs other programs, in an environment made from its own",
 }
 

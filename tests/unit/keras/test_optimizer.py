@@ -473,13 +473,6 @@ def test_to_wrap_twice_is_refused(around: Callable[[Any], Any]) -> None:
         hvd.DistributedOptimizer(around(hvd.DistributedOptimizer(sgd())))
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    monkeypatch.setattr(keras.backend, "backend", lambda: backend)
-    with pytest.raises(ConfigurationError, match="set KERAS_BACKEND=tensorflow"):
-        hvd.DistributedOptimizer(sgd())
-
-
 def test_the_distributed_optimizer_is_found_inside_another() -> None:
     inner = hvd.DistributedOptimizer(sgd())
     assert distributed_in(scaled(inner)) is inner

@@ -61,8 +61,8 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
 
     Raises:
         PolicyError: there is no such policy.
-        ConfigurationError: ``checkpoint`` names no place, ``guard`` is something else, or Keras does not run on
-            TensorFlow; when training begins: a model, an optimizer or a list of callbacks with which it cannot work.
+        ConfigurationError: ``checkpoint`` names no place, or ``guard`` is something else; and when training begins: a
+            model, an optimizer or a list of callbacks with which it cannot work.
     """
 
     def __init__(
@@ -73,11 +73,6 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         guard: ReplicaGuard | None = None,
     ) -> None:
         super().__init__()
-        if keras.backend.backend() != "tensorflow":
-            raise ConfigurationError(
-                f"Keras runs on {keras.backend.backend()}; FaultToleranceCallback needs TensorFlow: set "
-                "KERAS_BACKEND=tensorflow before keras is imported"
-            )
         fit_hooks.install()
         self._policy = asked_policy(policy)
         self._place = asked_place(checkpoint)

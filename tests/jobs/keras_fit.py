@@ -83,6 +83,7 @@ class Case:
         like_one_process: it ends where one process ends that computes on whole batches.
         hold: epoch and batch before which workers wait for another one to be announced.
         store: name of the folder for checkpoints.
+        every: steps between two of them.
         guarded: steps between two looks at whether replicas differ.
         dealt: rows of a validation of which each worker has a part; 0: each validates on the same ones.
         metrics: of the model.
@@ -104,6 +105,7 @@ class Case:
     hold: tuple[int, int] | None = None
     patience: int | None = None
     store: str | None = None
+    every: int = 4
     guarded: int | None = None
     dealt: int = 0
     metrics: tuple[str, ...] = ("mae",)
@@ -180,7 +182,7 @@ def trained(name: str, case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     model = made(case, hvd.DistributedOptimizer(case.optimizer(), **case.options))
     keras.utils.set_random_seed(100 + START_RANK)
     x, y = arrays_of(case)
-    checkpoint = None if case.store is None else hvd.elastic.Checkpoints(str(folder / case.store), every=4)
+    checkpoint = None if case.store is None else hvd.elastic.Checkpoints(str(folder / case.store), every=case.every)
     looks = None if case.guarded is None else hvd.elastic.ReplicaGuard(every=case.guarded)
     guard = hvd.elastic.FaultToleranceCallback(policy=case.policy, checkpoint=checkpoint, guard=looks)
     watch = Watch(guard)
@@ -245,16 +247,17 @@ def alone(case: Case) -> tuple[Any, dict[str, list[float]]]:
     model = made(case, case.optimizer())
     x, y = arrays_of(case)
     order = EpochOrder(ROWS, shuffle=True, seed=SEED)
+    size: int = case.global_batch * case.options.get("backward_passes_per_step", 1)
 
     class EachEpoch(keras.utils.PyDataset):  # type: ignore[misc]
         epoch = 0
 
         def __len__(self) -> int:
-            return math.ceil(ROWS / case.global_batch)
+            return math.ceil(ROWS / size)
 
         def __getitem__(self, index: int) -> Any:
             rows = np.arange(ROWS) if case.plain else order(self.epoch)
-            chosen = rows[index * case.global_batch : (index + 1) * case.global_batch]
+            chosen = rows[index * size : (index + 1) * size]
             return x[chosen], y[chosen]
 
     data, shown = EachEpoch(workers=0), slice(case.dealt or 24)
@@ -285,6 +288,9 @@ def scaled() -> Any:
 
 
 LOSSY = "lossy_forward | rollback"
+FOUR = {"steps_per_execution": 4}
+TWO = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+FP16 = {"compression": hvd.Compression.fp16}
 #: By job: the cases that its workers go through, one after the other. Each job begins with workers of its own.
 JOBS: dict[str, dict[str, Case]] = {
     "moments": {
@@ -317,6 +323,33 @@ JOBS: dict[str, dict[str, Case]] = {
         "whole_update": Case((kill(4, 5, "allreduce", 4),), optimizer=adam, policy=LOSSY),
         "part_of_it": Case((kill(0, 5, "allreduce", 2),), policy=LOSSY, like_one_process=False),
         "rows": Case((kill(3, 5, "allreduce", 0),), embedding, adam, policy=LOSSY, like_one_process=False),
+    },
+    "calls": {
+        "call": Case((kill(4, 7, "allreduce", 2),), optimizer=adam, compiled=FOUR),
+        "call_forward": Case(
+            (kill(3, 7, "allreduce", 2),), optimizer=adam, compiled=FOUR, policy=LOSSY, like_one_process=False
+        ),
+        "call_restart": Case(  # back to a step of the call before
+            (kill(2, 17, "allreduce", 2),), optimizer=adam, compiled=FOUR,
+            policy="checkpoint_restart(every=6)", store="calls", every=6,
+        ),
+    },
+    "twice": {
+        "agreement": Case((kill(5, 5, "allreduce", 2), kill(4, 5, "agreement")), optimizer=adam),
+        "completion": Case(
+            (kill(3, 5, "allreduce", 2), kill(2, 5, "completion")), policy=LOSSY, like_one_process=False
+        ),
+    },
+    "twice_more": {
+        "reform": Case((kill(5, 5, "allreduce", 2), kill(4, 5, "reform"))),
+        "transfer": Case((kill(3, 5, "allreduce", 2), kill(0, 5, "transfer")), optimizer=adam),
+    },
+    "options": {
+        "passes": Case((kill(4, 3, "allreduce", 2),), options=TWO, global_batch=10),
+        "passes_forward": Case(
+            (kill(3, 3, "allreduce", 2),), options=TWO, global_batch=10, policy=LOSSY, like_one_process=False
+        ),
+        "fp16": Case((kill(2, 5, "allreduce", 2),), options=FP16),
     },
     "restart": {"restart": Case((kill(1, 15, "allreduce", 2),), policy="checkpoint_restart(every=4)", store="store")},
     "dies": {"dies": Case((kill(0, 15, "forward"), kill(1, 15, "forward")), store="store")},

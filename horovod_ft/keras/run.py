@@ -62,7 +62,10 @@ def run(
                     return train(state, *args, **kwargs)
 
             decided, checkpoints = chosen(asked, place, current().settings)
-            return state.engine.run(decided, body, checkpoints)
+            try:
+                return state.engine.run(decided, body, checkpoints)
+            finally:
+                state.ft_weigh(1.0)  # what trains next is no slice of a batch
 
         return wrapper
 

@@ -16,6 +16,7 @@ from horovod_ft.committer import Committer, Part
 from horovod_ft.data import Deal, Range
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.guard import ReplicaGuard
+from horovod_ft.keras import tape
 from horovod_ft.keras.durable import TensorFlowDurable
 from horovod_ft.keras.metric_sums import MetricSums
 from horovod_ft.keras.optimizer import distributed_in
@@ -50,7 +51,8 @@ class TensorFlowState(State):  # type: ignore[misc]
 
     Args:
         model: a built model of Keras; more of them under other names.
-        optimizer: built, made by ``hvd.DistributedOptimizer``; default: that of the compiled model.
+        optimizer: built, made by ``hvd.DistributedOptimizer``, or a plain one that gets the gradients of a
+            ``hvd.DistributedGradientTape``; default: that of the compiled model.
         dataset: an ``ElasticDataset``.
 
     A ``ReplicaGuard`` among them compares the workers' replicas from time to time.
@@ -100,7 +102,8 @@ class TensorFlowState(State):  # type: ignore[misc]
 
         A clean exit commits: step counter, data cursor, running statistics, random generators, metrics and tracked
         values move together. If the group breaks inside, the recovery policy decides, and after a replay the loop goes
-        on: the dataset deals the same global batch out again. The exit blocks for a moment only, unless there is
+        on: the dataset deals the same global batch out again. What breaks inside of a ``tf.function`` of yours enters
+        the training function again instead, at the same batch. The exit blocks for a moment only, unless there is
         something to recover or workers join.
 
         Raises:
@@ -216,10 +219,15 @@ class TensorFlowState(State):  # type: ignore[misc]
     def taken(self, deal: Deal) -> None:
         current().ledger.dealt(self.steps + 1, deal)
         self.ft_metrics.set_counts(not deal.idle)
+        self.ft_weigh(deal.weight)
+
+    def ft_weigh(self, weight: float) -> None:
+        """Let this worker's gradients count by this from now on; 1.0 outside of training."""
+        tape.set_weight(weight)
         for optimizer in self._of("optimizer").values():
             distributed = distributed_in(optimizer)
             if distributed is not None:
-                distributed.ft_reduction.reducer.set_weight(deal.weight)
+                distributed.ft_reduction.reducer.set_weight(weight)
 
     # --- what ``fit`` needs ------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -43,10 +43,28 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
         return tf.nest.pack_sequence_as(sources, reduced)
 
 
+class _Made:
+    """The reducers of all tapes of this process, and the weight that they have."""
+
+    reducers: ClassVar[list[GradientReducer]] = []
+    weight = 1.0
+
+
+def set_weight(factor: float) -> None:
+    """From now on the gradients of all tapes of this worker count by this: it has a slice of a batch of that size."""
+    _Made.weight = factor
+    for reducer in _Made.reducers:
+        reducer.set_weight(factor)
+
+
 @functools.cache
 def _reducer(**options: Any) -> GradientReducer:
     """The same for equal options: a training loop makes a tape in each step, and TensorFlow compiles the reduction."""
-    return GradientReducer("tape", formed=formations(), **options)
+    reducer = GradientReducer("tape", formed=formations(), **options)
+    with tf.init_scope():  # a tape may be made while a function is compiled
+        reducer.set_weight(_Made.weight)
+    _Made.reducers.append(reducer)
+    return reducer
 
 
 @functools.cache
@@ -70,7 +88,8 @@ def DistributedGradientTape(  # noqa: N802  Horovod's name
 ) -> TapeT:
     """Make a ``tf.GradientTape`` reduce its gradients over all workers. Horovod's arguments, in order.
 
-    An optimizer that applies them must be a plain one: a distributed one would reduce them once more.
+    An optimizer that applies them must be a plain one: a distributed one would reduce them once more. Call it outside
+    of the ``tf.function`` that has the tape: inside, it counts an iteration before it is known that the group broke.
 
     Args:
         gradtape: **the same object is returned**, with another class.

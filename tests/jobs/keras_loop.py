@@ -245,6 +245,7 @@ JOBS: dict[str, dict[str, Case]] = {
         "commit": Case((kill(4, 5, "commit"),), sizes=UNEVEN),
         "passes": Case(body=(0, 3), passes=2),
     },
+    "tape": {"tape_uneven": Case(body=(0, 5), tape=True, sizes=UNEVEN)},
     "newcomer": {"newcomer": Case(hold=5, epochs=3, sizes=UNEVEN)},
 }
 

@@ -21,10 +21,11 @@ EPOCHS = 2
 JOBS: dict[str, tuple[int, dict[str, int]]] = {
     "gradients": (5, {"body": 4, "reduction": 3, "compiled": 2}),
     "updates": (5, {"weighted": 4, "commit": 3, "passes": 2}),
+    "tape": (4, {"tape_uneven": 3}),
 }
 CASES = [(job, case) for job, (_, cases) in JOBS.items() for case in cases]
 #: Batches of an epoch, and batches for an update.
-BATCHES = {"weighted": 9, "commit": 9}
+BATCHES = {"weighted": 9, "commit": 9, "tape_uneven": 9}
 PASSES = {"passes": 2}
 #: What breaks inside of a ``tf.function`` enters the training function again; nothing is computed twice for it.
 ENTERED = {"compiled": 2}

@@ -82,6 +82,24 @@ def test_a_tape_for_each_step_compiles_the_reduction_once(operations: TwoWorkers
     assert operations.asked == ["tape.w"]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_count_by_the_size_of_the_slice(operations: TwoWorkers, compiled: bool) -> None:
+    variable = tf.Variable(2.0)
+
+    def step() -> Any:
+        return gradient(variable, lambda: variable * 3.0)
+
+    taken = tf.function(step) if compiled else step
+    try:
+        module.set_weight(0.5)
+        assert float(taken()) == 0.5 * (3.0 + 9.0) / 2
+        module.set_weight(1.5)
+        assert float(taken()) == 1.5 * (3.0 + 9.0) / 2
+    finally:
+        module.set_weight(1.0)
+    assert float(taken()) == (3.0 + 9.0) / 2
+
+
 def test_the_same_tape_is_returned() -> None:
     tape = tf.GradientTape(persistent=True)
     assert hvd.DistributedGradientTape(tape) is tape

@@ -145,6 +145,18 @@ class DiesInValidation(keras.callbacks.Callback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hold(folder: Path) -> None:
+    """Wait until the test lets go, which it does when a worker has heard of a change."""
+    (folder / f"holding-{os.getpid()}").touch()
+    deadline = time.monotonic() + 60.0
+    while not (folder / "release").exists():
+        if current().membership.changed():
+            (folder / "heard").touch()
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody let go")
+        time.sleep(0.01)
+
+
 class Holds(keras.callbacks.Callback):  # type: ignore[misc]
     """Waits before a batch until the test lets go, so that all workers hear of a new one in the same step."""
 
@@ -156,16 +168,8 @@ class Holds(keras.callbacks.Callback):  # type: ignore[misc]
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self.epoch, batch) != self.at:
-            return
-        (self.folder / f"holding-{os.getpid()}").touch()
-        deadline = time.monotonic() + 60.0
-        while not (self.folder / "release").exists():
-            if current().membership.changed():
-                (self.folder / "heard").touch()
-            if time.monotonic() > deadline:
-                raise TimeoutError("nobody let go")
-            time.sleep(0.01)
+        if (self.epoch, batch) == self.at:
+            hold(self.folder)
 
 
 def made(case: Case, optimizer: Any) -> Any:

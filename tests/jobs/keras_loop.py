@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from horovod_ft.data import EpochOrder
 from horovod_ft.faults.plan import Fault
 from horovod_ft.keras.runtime import current
 from horovod_ft.ledger import Ledger
-from tests.jobs.keras_fit import SEED, START_RANK, STUCK_S, Array, adam, dense, kill, momentum
+from tests.jobs.keras_fit import SEED, START_RANK, STUCK_S, Array, adam, dense, hold, kill, momentum
 
 #: Samples, and those of a global batch: slices are equal for up to six workers, since a tape does not weight them.
 EVEN = (480, 60)
@@ -185,16 +184,8 @@ class Loop:
         self.optimizer.apply(tape.gradient(loss, variables), variables)
 
     def hold(self) -> None:
-        if self.case.hold != self.state.steps + 1 or START_RANK > 1:
-            return
-        (self.folder / f"holding-{os.getpid()}").touch()
-        deadline = time.monotonic() + 60.0
-        while not (self.folder / "release").exists():
-            if current().membership.changed():
-                (self.folder / "heard").touch()
-            if time.monotonic() > deadline:
-                raise TimeoutError("nobody let go")
-            time.sleep(0.01)
+        if self.case.hold == self.state.steps + 1 and START_RANK <= 1:
+            hold(self.folder)
 
 
 def digest(loop: Loop) -> list[str]:

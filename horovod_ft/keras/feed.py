@@ -276,6 +276,9 @@ def _is_number(value: Any) -> bool:
 def as_tensors(batch: Any) -> Any:
     """A batch as a training step takes it: tensors, and None for what is left out."""
 
+    if isinstance(batch, tuple) and all(isinstance(value, np.ndarray) for value in batch):
+        return tuple(map(tf.constant, batch))  # what most steps have: to go through any structure takes longer
+
     def one(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return tf.constant(value)

@@ -48,11 +48,12 @@ class MetricSums:
     def deltas(self) -> dict[str, tf.Tensor]:
         """What the step has added."""
         flat: dict[str, list[tf.Tensor]] = defaultdict(list)
-        counts = tf.convert_to_tensor(self._counts)
         for variable in self.variables():
             value = tf.reshape(tf.convert_to_tensor(variable), [-1])
-            flat[value.dtype.name].append(tf.where(counts, value, tf.zeros_like(value)))
-        return {dtype: tf.concat(values, 0) for dtype, values in flat.items()}
+            flat[value.dtype.name].append(value)
+        counts = tf.convert_to_tensor(self._counts)
+        whole = {dtype: tf.concat(values, 0) for dtype, values in flat.items()}
+        return {dtype: tf.where(counts, value, tf.zeros_like(value)) for dtype, value in whole.items()}
 
     def merge(self, before: Sequence[tf.Tensor], sums: Deltas) -> None:
         """Let the variables be what they were, and what all workers have added."""

@@ -132,6 +132,11 @@ class Stages:
         return 0 if self._collected is None else self._collected.elements
 
     @property
+    def made(self) -> int:
+        """How many kinds of arguments there are graphs for. Without a new one, a step makes no variables."""
+        return len(self._primed)
+
+    @property
     def traced(self) -> int:
         """How often TensorFlow has made a graph of a step, or of a part of it."""
         return sum(made.experimental_get_tracing_count() for made in self._functions.values())

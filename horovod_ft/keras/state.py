@@ -79,6 +79,8 @@ class TensorFlowState(State):  # type: ignore[misc]
         self._replica = TensorFlowReplica(lambda: self._of("model"), lambda: self._of("optimizer"))
         self.ft_metrics = MetricSums(self._metrics_variables)
         self.ft_update = Update(lambda: self._of("optimizer").values())
+        self._local_made = 0
+        self._local_found: list[Any] = []
         self._metrics_part = Variables(self._metrics_variables, replicated=True)
         parts = self._parts()
         self._committer = Committer(list(parts.values()))
@@ -272,6 +274,14 @@ class TensorFlowState(State):  # type: ignore[misc]
             cursor = dataset.cursor
             current().ledger.describe(length=cursor.order.length, drop_last=cursor.drop_last)
 
+    def _local(self) -> list[Any]:
+        """Variables of which each worker has its own. Looked for again when there may be others: that takes time."""
+        stages = self.ft_update.stages
+        made = 0 if stages is None else stages.made
+        if not made or made != self._local_made:
+            self._local_made, self._local_found = made, self._replica.local()
+        return self._local_found
+
     def _rates(self) -> list[Any]:
         return [rate for optimizer in self._of("optimizer").values() for rate in rates_of(optimizer)]
 
@@ -279,7 +289,7 @@ class TensorFlowState(State):  # type: ignore[misc]
         """All light state, in order: this worker's own, then by the name of the attribute that it looks after."""
         return {
             RANDOM: RandomState(),
-            LOCAL: Variables(self._replica.local, replicated=False),
+            LOCAL: Variables(self._local, replicated=False),
             METRICS: self._metrics_part,
             RATES: Variables(self._rates, replicated=True),
             **parts_of(self, self._names),

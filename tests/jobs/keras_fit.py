@@ -51,13 +51,22 @@ def embedding() -> Any:
     return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
 
 
-def half() -> Any:
-    """In float16 with float32 variables, and a loss scale."""
+def mixed(policy: str) -> Any:
     layers = [keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((6,)), *layers])
     for one in (*layers, model):
-        one.dtype_policy = keras.DTypePolicy("mixed_float16")
+        one.dtype_policy = keras.DTypePolicy(policy)
     return model
+
+
+def half() -> Any:
+    """In float16 with float32 variables, and a loss scale."""
+    return mixed("mixed_float16")
+
+
+def brain() -> Any:
+    """In bfloat16 with float32 variables."""
+    return mixed("mixed_bfloat16")
 
 
 def momentum() -> Any:
@@ -321,12 +330,14 @@ JOBS: dict[str, dict[str, Case]] = {
         "commit": Case((kill(4, 5, "commit"),)),
         "own_state": Case((kill(3, 5, "allreduce", 3),), own_state, adam, like_one_process=False),
         "half": Case((kill(2, 5, "allreduce", 2),), half, scaled),
+        "brain": Case((kill(1, 5, "allreduce", 2),), brain, adam),
     },
     "forward": {
         "late": Case((Fault("allreduce", "lose", worker=2, step=5, after=2),), optimizer=adam, policy=LOSSY),
         "whole_update": Case((kill(4, 5, "allreduce", 4),), optimizer=adam, policy=LOSSY),
         "part_of_it": Case((kill(0, 5, "allreduce", 2),), policy=LOSSY, like_one_process=False),
         "rows": Case((kill(3, 5, "allreduce", 0),), embedding, adam, policy=LOSSY, like_one_process=False),
+        "half_forward": Case((kill(2, 5, "allreduce", 2),), half, scaled, policy=LOSSY, like_one_process=False),
     },
     "calls": {
         "call": Case((kill(4, 7, "allreduce", 2),), optimizer=adam, compiled=FOUR),
@@ -360,6 +371,12 @@ JOBS: dict[str, dict[str, Case]] = {
     "again": {"again": Case(store="store")},
     "files": {"files": Case((kill(0, 15, "allreduce", 2),), saved="model.keras")},
     "newcomer": {"newcomer": Case(hold=(1, 3), epochs=5, patience=2)},
+    "newcomer_calls": {
+        "newcomer_calls": Case(
+            (), own_state, adam, FOUR, hold=(1, 4), epochs=5, patience=2, like_one_process=False
+        )
+    },
+    "newcomer_forward": {"newcomer_forward": Case(hold=(1, 3), epochs=5, patience=2, policy=LOSSY)},
 }
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from horovod_ft.ledger import verify_ledger
-from horovod_ft.testing.local_job import LocalJob
-from tests.jobs.harness import HERE, LAUNCHER
+from tests.jobs.keras_jobs import KerasJobs, add_a_worker
 
 pytestmark = pytest.mark.job
 
@@ -23,8 +20,8 @@ JOBS: dict[str, tuple[int, dict[str, int]]] = {
     "moments": (5, {"quiet": 5, "forward": 4, "allreduce": 3, "rank_zero": 2, "backward": 1}),
     "epochs": (4, {"parts": 4, "last_of_epoch": 3, "validation": 2, "last_validation": 1}),
     "kinds": (5, {"lost": 5, "flipped": 5, "two_at_once": 3, "eagerly": 2, "plain": 1}),
-    "models": (5, {"commit": 4, "own_state": 3, "half": 2}),
-    "forward": (5, {"late": 5, "whole_update": 4, "part_of_it": 3, "rows": 2}),
+    "models": (5, {"commit": 4, "own_state": 3, "half": 2, "brain": 1}),
+    "forward": (5, {"late": 5, "whole_update": 4, "part_of_it": 3, "rows": 2, "half_forward": 1}),
     "calls": (5, {"call": 4, "call_forward": 3, "call_restart": 2}),
     "twice": (6, {"agreement": 4, "completion": 2}),
     "twice_more": (6, {"reform": 4, "transfer": 2}),
@@ -32,47 +29,26 @@ JOBS: dict[str, tuple[int, dict[str, int]]] = {
 }
 CASES = [(job, case) for job, (_, cases) in JOBS.items() for case in cases]
 #: With statistics and dropout of their own, or when a share is lost, workers do not end where one process does.
-UNLIKE = {"own_state", "part_of_it", "rows", "call_forward", "completion", "passes_forward"}
+UNLIKE = {"own_state", "part_of_it", "rows", "half_forward", "call_forward", "completion", "passes_forward"}
 ALIKE = [(job, case) for job, case in CASES if case not in UNLIKE]
 #: How many graphs there are of a step, if not one: its three stages may be apart, and the last pass is another.
 GRAPHS = {**dict.fromkeys(JOBS["forward"][1], 3), "call_forward": 3, "completion": 3, "passes": 2, "passes_forward": 6}
-COARSE = {"half": 5e-3, "fp16": 5e-3}
+COARSE = {"half": 5e-3, "fp16": 5e-3, "brain": 5e-2}
 #: Batches in a call of the training function.
-CALLS = {"last_of_epoch": 4, **dict.fromkeys(JOBS["calls"][1], 4)}
+CALLS = {"last_of_epoch": 4, "newcomer_calls": 4, **dict.fromkeys(JOBS["calls"][1], 4)}
 #: Batches of an epoch and batches for an update, if not ``BATCHES`` and one.
 PASSES = {"passes": (10, 2), "passes_forward": (10, 2)}
 #: The step that may lose the share of a worker; and those cases in which it must, since nobody has some gradients.
 LOSSY = {**dict.fromkeys(JOBS["forward"][1], 5), "call_forward": 7, "completion": 5, "passes_forward": 3}
 LOSES = {"call_forward", "completion", "passes_forward"}
-_ran: dict[str, Path] = {}
+jobs = KerasJobs("tests.jobs.keras_fit", 220.0)
 
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the workers of a job have left something. Each job runs once."""
     job = request.node.callspec.params["job"]
-    if job not in _ran:
-        _ran[job] = tmp_path_factory.mktemp(job)
-        run(_ran[job], job, JOBS[job][0])
-    return _ran[job]
-
-
-def run(
-    folder: Path,
-    job: str,
-    workers: int,
-    during: Callable[[LocalJob], None] = lambda job: None,
-    *,
-    ends_well: bool = True,
-) -> Path:
-    env = {"PYTHONPATH": str(HERE.parent.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1",
-           "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}  # fmt: skip  # a newcomer imports TensorFlow first
-    command = [sys.executable, "-m", "tests.jobs.keras_fit", str(folder), job]
-    with LocalJob(command, workers, folder, env=env, launcher=LAUNCHER) as running:
-        during(running)
-        finished = running.wait(220.0)
-    assert (finished.returncode == 0) == ends_well, finished.output[-6000:]
-    return folder
+    return jobs.once(job, JOBS[job][0], tmp_path_factory)
 
 
 def left_by(folder: Path, case: str) -> Left:
@@ -140,32 +116,33 @@ def test_a_failure_does_not_make_tensorflow_compile_the_step_anew(folder: Path, 
     assert {one["traced"] for one in left_by(folder, case).values()} == {GRAPHS.get(case, 1)}
 
 
-def add_a_worker(job: LocalJob) -> None:
-    job.wait_for("the workers to hold", lambda job: len(list(job.folder.glob("holding-*"))) == 2)
-    job.add_host()
-    job.wait_for("the driver's announcement", lambda job: (job.folder / "heard").exists())
-    (job.folder / "release").touch()
-
-
-def test_a_newcomer_enters_at_the_batch_of_the_others_and_stops_with_them(tmp_path: Path) -> None:
-    left = left_by(run(tmp_path, "newcomer", 2, add_a_worker), "newcomer")
+@pytest.mark.parametrize(
+    ("job", "first"), [("newcomer", [4, 5]), ("newcomer_calls", [7]), ("newcomer_forward", [4, 5])]
+)
+def test_a_newcomer_enters_at_the_batch_of_the_others_and_stops_with_them(
+    tmp_path: Path, job: str, first: list[int]
+) -> None:
+    """All hear of it at the same step, at the latest one after the next; its first call may be one of several."""
+    left = left_by(jobs.run(tmp_path, job, 2, add_a_worker), job)
     assert [one["size"] for one in left.values()] == [3, 3, 3]
     batches = [one.pop("batches") for one in left.values()]
-    complete = [[epoch, batch] for epoch in range(3) for batch in range(BATCHES)]
+    in_a_call = CALLS.get(job, 1)
+    ends = range(in_a_call - 1, BATCHES + in_a_call - 1, in_a_call)
+    complete = [[epoch, end] for epoch in range(3) for end in ends]
     newcomers, *others = sorted(batches, key=len)
     assert others == [complete, complete]
     assert newcomers == complete[-len(newcomers) :]
-    assert newcomers[0] in ([1, 4], [1, 5])  # all hear of it at the same step, at the latest one after the next
-    (apart,) = [one.pop("apart") for one in left.values() if "apart" in one]
-    assert max(apart.values()) < 1e-5
+    assert newcomers[0] in [[1, batch] for batch in first]
+    for apart in [one.pop("apart") for one in left.values() if "apart" in one]:
+        assert max(apart.values()) < 1e-5
     assert list(left.values()) == [next(iter(left.values()))] * 3
-    report = verify_ledger(tmp_path / "ledger-newcomer")
+    report = verify_ledger(tmp_path / f"ledger-{job}")
     assert report.exact, report.problems
 
 
 def test_going_back_to_a_checkpoint_goes_unnoticed_by_keras(tmp_path: Path) -> None:
     """The steps since then are computed again, and callbacks, history and epochs stay where they are."""
-    left = left_by(run(tmp_path, "restart", 3), "restart")
+    left = left_by(jobs.run(tmp_path, "restart", 3), "restart")
     assert len(left) == 2
     (apart,) = [one.pop("apart") for one in left.values() if "apart" in one]
     assert max(apart.values()) < 1e-5
@@ -178,8 +155,8 @@ def test_going_back_to_a_checkpoint_goes_unnoticed_by_keras(tmp_path: Path) -> N
 
 
 def test_a_job_that_has_lost_all_workers_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    run(tmp_path, "dies", 2, ends_well=False)
-    left = left_by(run(tmp_path, "again", 2), "again")
+    jobs.run(tmp_path, "dies", 2, ends_well=False)
+    left = left_by(jobs.run(tmp_path, "again", 2), "again")
     assert len(left) == 2
     (apart,) = [one.pop("apart") for one in left.values() if "apart" in one]
     assert max(apart.values()) < 1e-5
@@ -189,7 +166,7 @@ def test_a_job_that_has_lost_all_workers_goes_on_from_its_last_checkpoint(tmp_pa
 
 
 def test_rank_zero_writes_what_keras_saves_and_the_next_one_takes_over(tmp_path: Path) -> None:
-    left = left_by(run(tmp_path, "files", 3), "files")
+    left = left_by(jobs.run(tmp_path, "files", 3), "files")
     assert left.keys() == {"files-1", "files-2"}
     assert {one["saved"] for one in left.values()} == {one["digest"] for one in left.values()}
     assert len({one["digest"] for one in left.values()}) == 1

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from horovod_ft.ledger import verify_ledger
-from horovod_ft.testing.local_job import LocalJob
-from tests.jobs.harness import HERE, LAUNCHER
+from tests.jobs.keras_jobs import KerasJobs, add_a_worker
 
 pytestmark = pytest.mark.job
 
@@ -29,29 +26,14 @@ BATCHES = {"weighted": 9, "commit": 9, "tape_uneven": 9}
 PASSES = {"passes": 2}
 #: What breaks inside of a ``tf.function`` enters the training function again; nothing is computed twice for it.
 ENTERED = {"compiled": 2}
-_ran: dict[str, Path] = {}
+jobs = KerasJobs("tests.jobs.keras_loop", 120.0)
 
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the workers of a job have left something. Each job runs once."""
     job = request.node.callspec.params["job"]
-    if job not in _ran:
-        _ran[job] = tmp_path_factory.mktemp(job)
-        run(_ran[job], job, JOBS[job][0])
-    return _ran[job]
-
-
-def run(folder: Path, job: str, workers: int, during: Callable[[LocalJob], None] = lambda job: None) -> Path:
-    env = {"PYTHONPATH": str(HERE.parent.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1",
-           "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}  # fmt: skip  # a newcomer imports TensorFlow first
-    command = [sys.executable, "-m", "tests.jobs.keras_loop", str(folder), job]
-    with LocalJob(command, workers, folder, env=env, launcher=LAUNCHER) as running:
-        during(running)
-        finished = running.wait(120.0)
-    assert finished.returncode == 0, finished.output[-6000:]
-    assert finished.leftovers == 0
-    return folder
+    return jobs.once(job, JOBS[job][0], tmp_path_factory)
 
 
 def left_by(folder: Path, case: str) -> list[dict[str, Any]]:
@@ -88,15 +70,8 @@ def test_each_step_counts_once(folder: Path, job: str, case: str) -> None:
     assert (report.epochs, report.steps) == (EPOCHS, steps)
 
 
-def add_a_worker(job: LocalJob) -> None:
-    job.wait_for("the workers to hold", lambda job: len(list(job.folder.glob("holding-*"))) == 2)
-    job.add_host()
-    job.wait_for("the driver's announcement", lambda job: (job.folder / "heard").exists())
-    (job.folder / "release").touch()
-
-
 def test_a_newcomer_enters_at_the_step_of_the_others(tmp_path: Path) -> None:
-    left = left_by(run(tmp_path, "newcomer", 2, add_a_worker), "newcomer")
+    left = left_by(jobs.run(tmp_path, "newcomer", 2, add_a_worker), "newcomer")
     assert [one["size"] for one in left] == [3, 3, 3]
     assert sorted(one.pop("first") for one in left)[:2] == [1, 1]
     (apart,) = [one.pop("apart") for one in left if "apart" in one]

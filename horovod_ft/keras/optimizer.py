@@ -43,6 +43,19 @@ def collecting(collector: Collector) -> Iterator[None]:
         COLLECTOR.reset(token)
 
 
+def refuse_if_collecting(what: str) -> None:
+    """
+    Raises:
+        ConfigurationError: a training step is being taken apart, and it uses this beside its distributed optimizer.
+    """
+    if COLLECTOR.get() is not None:
+        raise ConfigurationError(
+            f"the model's train_step uses {what} beside the model's distributed optimizer. Under "
+            "FaultToleranceCallback the gradients of that optimizer alone are reduced, once, and undone if the group "
+            "breaks: let it apply all gradients, and take them by a tf.GradientTape"
+        )
+
+
 class Reduction:
     """What a distributed optimizer does with its gradients before it applies them.
 
@@ -228,7 +241,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     several = backward_passes_per_step > 1
     accumulation = Accumulation(backward_passes_per_step, average=average_aggregated_gradients) if several else None
     same: Any = optimizer
-    hooks.install(distributed_in, apply_through)
+    hooks.install(distributed_in, apply_through, refuse_if_collecting)
     same.__dict__["ft_reduction"] = Reduction(reducer, accumulation)  # not by setattr, with which Keras tracks it
     its_class: Any = type(optimizer)
     object.__setattr__(same, "__class__", _distributed_class(its_class))

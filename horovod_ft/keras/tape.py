@@ -11,6 +11,7 @@ import tensorflow as tf
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras.arguments import check_reduction
 from horovod_ft.keras.names import names_of
+from horovod_ft.keras.optimizer import refuse_if_collecting
 from horovod_ft.keras.reducer import GradientReducer
 from horovod_ft.keras.same_names import formations
 
@@ -37,7 +38,9 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
 
         Raises:
             HorovodInternalError: in eager mode: the group broke.
+            ConfigurationError: it is part of a ``fit`` with ``FaultToleranceCallback``.
         """
+        refuse_if_collecting("a DistributedGradientTape")
         local = super().gradient(target, sources, output_gradients, unconnected_gradients)
         reduced = self.ft_reducer.reduce(tf.nest.flatten(local), names_of(tf.nest.flatten(sources)))
         return tf.nest.pack_sequence_as(sources, reduced)

@@ -46,9 +46,10 @@ def dealt() -> Any:
     return hvd.elastic.ElasticDataset(X, Y, global_batch_size=6, shuffle=True, seed=5)
 
 
-def alone(epochs: int, **options: Any) -> tuple[Any, dict[str, list[float]]]:
+def alone(epochs: int, optimizer: Any = None, **options: Any) -> tuple[Any, dict[str, list[float]]]:
     """The same training in one process, without Horovod."""
-    model, order = compiled(optimizer=keras.optimizers.Adam(0.05), **options), EpochOrder(20, shuffle=True, seed=5)
+    chosen = optimizer or keras.optimizers.Adam(0.05)
+    model, order = compiled(optimizer=chosen, **options), EpochOrder(20, shuffle=True, seed=5)
     told: dict[str, list[float]] = {}
     for epoch in range(epochs):
         ids = order(epoch)
@@ -78,10 +79,52 @@ def test_a_fit_ends_as_it_does_without(options: dict[str, Any]) -> None:
         assert history[name] == pytest.approx(told[name], rel=1e-4)
 
 
-def test_other_data_works_too() -> None:
+#: All that Keras has, but for those that are put around others, and one whose weights between two fits are others.
+AROUND = ("LossScaleOptimizer", "MultiOptimizer", "Optimizer", "ScheduleFreeAdamW")
+OPTIMIZERS = sorted(
+    (one for one in vars(keras.optimizers).values()
+     if isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
+     and one.__name__ not in AROUND),
+    key=lambda one: one.__name__,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_works_with_every_optimizer_of_keras(kind: Any) -> None:
+    model = compiled(optimizer=hvd.DistributedOptimizer(kind(0.01)))
+    fit(model, epochs=1)
+    expected, _ = alone(1, kind(0.01))
+    pairs = zip(model.optimizer.variables, expected.optimizer.variables, strict=True)
+    for one, other in (*pairs, *zip(model.variables, expected.variables, strict=True)):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_all_optimizers_of_keras_are_known() -> None:
+    assert len(OPTIMIZERS) >= 13
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "unknown", "generator"])
+def test_other_data_works_too(kind: str) -> None:
+    """Also a ``tf.data.Dataset`` or a generator that does not say how many batches it has."""
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+    endless = ((X[begin : begin + 6], Y[begin : begin + 6]) for _ in range(9) for begin in range(0, 20, 6))
+    made: dict[str, tuple[Any, dict[str, Any]]] = {
+        "arrays": ((X, Y), {"batch_size": 6}),
+        "dataset": ((batches,), {}),
+        "unknown": ((batches.filter(lambda x, y: True),), {}),
+        "generator": ((endless,), {"steps_per_epoch": 4}),
+    }
+    data, options = made[kind]
     model = compiled()
-    fit(model, (X, Y), batch_size=6)
+    assert len(fit(model, data, shuffle=False, **options).history["loss"]) == 3
     assert int(model.optimizer.iterations) == 3 * 4
+
+
+def test_a_progress_bar_counts_batches_of_the_group(capsys: pytest.CaptureFixture[str]) -> None:
+    compiled().fit(dealt(), epochs=2, callbacks=[hvd.elastic.FaultToleranceCallback()])
+    printed = capsys.readouterr().out
+    assert "Epoch 2/2" in printed
+    assert printed.count("4/4") >= 2
 
 
 def test_accumulation_goes_on_over_the_end_of_an_epoch() -> None:

@@ -335,13 +335,14 @@ def test_a_plain_optimizer_with_loss_scales_is_as_it_was() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, when it saves a model
-def test_a_saved_model_holds_the_plain_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [lambda inner: inner, scaled], ids=["it", "one around it"])
+def test_a_saved_model_holds_the_plain_optimizer(tmp_path: Path, around: Callable[[Any], Any]) -> None:
     trained = model()
-    trained.compile(optimizer=in_two(keras.optimizers.Adam(0.25)), loss="mse")
+    trained.compile(optimizer=around(in_two(keras.optimizers.Adam(0.25))), loss="mse")
     trained.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     trained.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert type(getattr(loaded.optimizer, "inner_optimizer", loaded.optimizer)) is keras.optimizers.Adam
     saved = [variable.numpy().tolist() for variable in trained.optimizer.variables]
     assert [variable.numpy().tolist() for variable in loaded.optimizer.variables] == saved
 

@@ -307,11 +307,39 @@ class TwoOptimizers(keras.Sequential):  # type: ignore[misc]
         return super().train_step(data)
 
 
+class PlainOptimizer(TwoOptimizers):
+    """Its gradients would be averaged nowhere, and a step that is undone would leave its update."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__(layers)
+        self.other = keras.optimizers.SGD(0.1)
+
+
+class ScaledPlainOptimizer(TwoOptimizers):
+    def __init__(self, layers: Any) -> None:
+        super().__init__(layers)
+        self.other = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+
+class Taped(keras.Sequential):  # type: ignore[misc]
+    """Its gradients would be reduced twice."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
 REFUSED = pytest.mark.parametrize(
     ("kind", "told"),
     [
         (TwoUpdates, "more than once"),
         (TwoOptimizers, "another distributed optimizer"),
+        (PlainOptimizer, "plain SGD"),
+        (ScaledPlainOptimizer, "plain SGD"),
+        (Taped, "DistributedGradientTape"),
         (InsideOfCond, "inside of tf.cond"),
     ],
 )
@@ -325,20 +353,22 @@ def test_a_train_step_that_cannot_be_taken_apart_is_refused(kind: Any, told: str
 
 
 @WAYS
-def test_another_optimizer_that_is_refused_has_changed_nothing(split: bool, eagerly: bool) -> None:
+@pytest.mark.parametrize("kind", [TwoOptimizers, PlainOptimizer])
+def test_another_optimizer_that_is_refused_has_changed_nothing(kind: Any, split: bool, eagerly: bool) -> None:
     model, stages = stages_of(
-        Same(), split=split, eagerly=eagerly, model=lambda: TwoOptimizers([keras.Input((2,)), keras.layers.Dense(1)])
+        Same(), split=split, eagerly=eagerly, model=lambda: kind([keras.Input((2,)), keras.layers.Dense(1)])
     )
     before = [value.tolist() for value in model.get_weights()]
-    with pytest.raises(ConfigurationError, match="another distributed optimizer"):
+    with pytest.raises(ConfigurationError, match="optimizer"):
         stepped(stages)
     assert [value.tolist() for value in model.get_weights()] == before
 
 
-def test_after_a_step_another_optimizer_is_applied_as_ever() -> None:
+@pytest.mark.parametrize("around", [lambda plain: plain, hvd.DistributedOptimizer], ids=["plain", "distributed"])
+def test_after_a_step_another_optimizer_is_applied_as_ever(around: Callable[[Any], Any]) -> None:
     _, stages = stages_of(Same())
     stepped(stages)
-    other, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), keras.Variable(1.0)
+    other, variable = around(keras.optimizers.SGD(1.0)), keras.Variable(1.0)
     other.build([variable])
     other.apply([tf.constant(1.0)])
     assert float(variable) == 0.0

@@ -21,9 +21,7 @@ from keras.src.trainers import trainer
 MARK = "ft_hook"
 
 
-def install(
-    find: Callable[[Any], Any], apply_through: Callable[..., None], refuse: Callable[[str], None]
-) -> None:  # fmt: skip
+def install(find: Callable[[Any], Any], apply_through: Callable[..., None], refuse: Callable[[str], None]) -> None:
     """Put the hooks into Keras. The second time it does nothing.
 
     Args:
@@ -71,9 +69,7 @@ def _scaled_apply(
     return apply
 
 
-def _plain_apply(
-    plain: Callable[..., None], find: Callable[[Any], Any], refuse: Callable[[str], None]
-) -> Callable[..., None]:  # fmt: skip
+def _plain_apply(plain: Callable[..., None], find: Callable[[Any], Any], refuse: Callable[[str], None]) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         if find(self) is None:
             refuse(f"a plain {type(self).__name__}")

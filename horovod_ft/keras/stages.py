@@ -133,8 +133,11 @@ class Stages:
 
     @property
     def made(self) -> int:
-        """How many kinds of arguments there are graphs for. Without a new one, a step makes no variables."""
-        return len(self._primed)
+        """How many kinds of arguments there are graphs for; 0 in eager mode.
+
+        As long as this stays the same number, and it is not 0, a step makes no variables.
+        """
+        return 0 if self._model.run_eagerly else len(self._primed)
 
     @property
     def traced(self) -> int:

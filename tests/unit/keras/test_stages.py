@@ -281,6 +281,16 @@ def test_sums_are_forgotten_with_the_step() -> None:
     assert all(not total.numpy().any() for total in model.optimizer.ft_reduction.accumulation.sums)
 
 
+@pytest.mark.parametrize(("split", "eagerly", "graphs"), [(False, False, 1), (True, False, 3), (False, True, 0)],
+                         ids=["whole", "split", "eager"])  # fmt: skip
+def test_graphs_that_were_made_are_counted(split: bool, eagerly: bool, graphs: int) -> None:
+    _, stages = stages_of(Same(), split=split, eagerly=eagerly)
+    assert stages.made == 0
+    for rows in (6, 4):
+        stepped(stages, rows)
+        assert stages.made == graphs
+
+
 class TwoUpdates(keras.Sequential):  # type: ignore[misc]
     def train_step(self, data: Any) -> Any:
         super().train_step(data)
@@ -353,13 +363,17 @@ def test_a_train_step_that_cannot_be_taken_apart_is_refused(kind: Any, told: str
 
 
 @WAYS
-@pytest.mark.parametrize("kind", [TwoOptimizers, PlainOptimizer])
-def test_another_optimizer_that_is_refused_has_changed_nothing(kind: Any, split: bool, eagerly: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "told"), [(TwoOptimizers, "another distributed optimizer"), (PlainOptimizer, "plain SGD")]
+)
+def test_another_optimizer_that_is_refused_has_changed_nothing(
+    kind: Any, told: str, split: bool, eagerly: bool
+) -> None:  # fmt: skip
     model, stages = stages_of(
         Same(), split=split, eagerly=eagerly, model=lambda: kind([keras.Input((2,)), keras.layers.Dense(1)])
     )
     before = [value.tolist() for value in model.get_weights()]
-    with pytest.raises(ConfigurationError, match="optimizer"):
+    with pytest.raises(ConfigurationError, match=told):
         stepped(stages)
     assert [value.tolist() for value in model.get_weights()] == before
 

@@ -33,40 +33,55 @@ class HorovodOperations:
     """Operations of the global group of ``horovod.tensorflow``."""
 
     def allreduce(self, tensor: tf.Tensor, name: str, op: Any, prescale: float, postscale: float) -> tf.Tensor:
-        shaped = self._at_run_time(tensor)
+        hidden = self._hidden(tensor)
         with tf.name_scope(ROOT):
             reduced = mpi_ops._allreduce(
-                shaped,
+                hidden,
                 name=f"HorovodAllreduce.{name}",
                 op=op,
                 prescale_factor=prescale,
                 postscale_factor=postscale,
                 ignore_name_scope=True,
             )
-        return self._shaped_as(tensor, reduced)
+        return _shaped_as(tensor, reduced)
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        shaped = self._at_run_time(tensor)
+        rank = tensor.shape.rank
+        rows = tf.slice(tensor, tf.fill([rank], self._once("vector", [])[0] + 1), [-1] * rank)
         with tf.name_scope(ROOT):
-            gathered = mpi_ops.allgather(shaped, name=f"HorovodAllgather.{name}", ignore_name_scope=True)
+            gathered = mpi_ops.allgather(rows, name=f"HorovodAllgather.{name}", ignore_name_scope=True)
         return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
 
     def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         """The tensor of worker ``root``."""
-        shaped = self._at_run_time(tensor)
+        hidden = self._hidden(tensor)
         with tf.name_scope(ROOT):
-            received = mpi_ops.broadcast(shaped, root, name=f"HorovodBroadcast.{name}", ignore_name_scope=True)
-        return self._shaped_as(tensor, received)
+            received = mpi_ops.broadcast(hidden, root, name=f"HorovodBroadcast.{name}", ignore_name_scope=True)
+        return _shaped_as(tensor, received)
 
     def size(self) -> tf.Tensor:
         return mpi_ops.size_op(process_set_id=0)
 
-    def _at_run_time(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The whole tensor, by a slice of which TensorFlow does not know where it begins. A scalar is a vector then."""
-        if tensor.shape.rank == 0:
-            tensor = tf.reshape(tensor, [1])
-        rank = tensor.shape.rank
-        return tf.slice(tensor, tf.fill([rank], tf.minimum(self.size(), 0)), [-1] * rank)
+    def _hidden(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The same numbers in a shape that is known when the graph runs: end to end, a vector as a column.
 
-    def _shaped_as(self, tensor: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(result, []) if tensor.shape.rank == 0 else tf.ensure_shape(result, tensor.shape)
+        The number of dimensions is always another one: TensorFlow takes out what leaves a shape as it was.
+        """
+        vector = tensor.shape.rank == 1
+        return tf.reshape(tensor, self._once("column" if vector else "vector", [1] if vector else []))
+
+    def _once(self, name: str, dimensions: list[int]) -> tf.Tensor:
+        """``[-1, *dimensions]``, computed when the graph runs, once in a graph: for each tensor it would take long."""
+        if tf.executing_eagerly():
+            return tf.constant([-1, *dimensions])
+        graph = tf.compat.v1.get_default_graph()
+        kept = graph.get_collection_ref(f"horovod_ft.{name}")  # in a branch: begins with those of the graph around it
+        if not kept or kept[-1].graph is not graph:
+            with tf.control_dependencies(None), tf.device("/CPU:0"):
+                kept.append(tf.stack([tf.minimum(self.size(), 0) - 1, *dimensions]))
+        return kept[-1]
+
+
+def _shaped_as(tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    known = tensor.shape.is_fully_defined()
+    return tf.reshape(values, tensor.shape if known else tf.shape(tensor))

@@ -22,7 +22,7 @@ from horovod_ft.keras import hooks
 from horovod_ft.keras.accumulation import Accumulation
 from horovod_ft.keras.arguments import check_reduction
 from horovod_ft.keras.names import names_of
-from horovod_ft.keras.reducer import GradientReducer
+from horovod_ft.keras.reducer import GradientReducer, after
 from horovod_ft.keras.same_names import formations
 
 OptimizerT = TypeVar("OptimizerT")
@@ -91,7 +91,7 @@ class Reduction:
         if self.accumulation is None:
             self.update(self.reducer.reduce(gradients, names), update)
             return
-        weighted = [None if one is None else self.reducer.weighted(self.reducer.prepared(one)) for one in gradients]
+        weighted = self.reducer.weighted([None if one is None else self.reducer.prepared(one) for one in gradients])
         self.accumulation.add(
             weighted, places, lambda sums: self.update(self.reducer.reduce(sums, names, weigh=False), update)
         )
@@ -101,8 +101,7 @@ class Reduction:
         self.done = True
         try:
             # In a graph nothing else holds up what does not look at gradients, such as the count of iterations.
-            arrived = [gradient for gradient in reduced if gradient is not None]
-            with tf.control_dependencies(tf.nest.flatten(arrived, expand_composites=True)):
+            with after([gradient for gradient in reduced if gradient is not None]):
                 update(list(reduced))
         finally:
             self.done = False

@@ -6,8 +6,8 @@ arrived, so that a group that breaks leaves every variable untouched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -82,17 +82,25 @@ class GradientReducer:
             self._set = factor
             self._weight.assign(factor)
 
-    def weighted(self, gradient: Gradient) -> Gradient:
-        """A local gradient, times the present weight."""
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(self.weighted(gradient.values), gradient.indices, gradient.dense_shape)
+    def weighted(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Local gradients that are prepared, times the present weight; None stays None."""
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        values = [_values(gradients[place]) for place in places]
+        if not values:
+            return list(gradients)
         weight = tf.convert_to_tensor(self._weight)
+        by_dtype = {dtype: tf.cast(weight, dtype) for dtype in {value.dtype for value in values}}
 
-        def product() -> Any:
-            scaled = gradient * tf.cast(weight, gradient.dtype)
-            return tf.where(tf.equal(weight, 0.0), tf.zeros_like(gradient), scaled)
+        def products() -> list[tf.Tensor]:
+            # With a weight of 0.0 nothing is added, whatever the gradient is.
+            return [tf.math.multiply_no_nan(value, by_dtype[value.dtype]) for value in values]
 
-        return tf.cond(tf.equal(weight, 1.0), lambda: gradient, product)
+        # One condition for all: in a graph one for each would take longer than the reduction of a small gradient.
+        scaled = tf.cond(tf.equal(weight, 1.0), lambda: values, products)
+        result = list(gradients)
+        for place, value in zip(places, scaled, strict=True):
+            result[place] = _with_values(gradients[place], value)
+        return result
 
     def reduce(self, gradients: Sequence[Gradient], names: Sequence[str], *, weigh: bool = True) -> list[Gradient]:
         """The reduced gradients, each dense or sparse as the local one is. Blocks in eager mode.
@@ -135,7 +143,7 @@ class GradientReducer:
 
     def _reduce(self, gradients: Sequence[Gradient], names: Sequence[str], weigh: bool) -> list[Gradient]:
         prepared = [self.prepared(gradient) for gradient in gradients]
-        weighted = [self.weighted(gradient) for gradient in prepared] if weigh else prepared
+        weighted = self.weighted(prepared) if weigh else prepared
         with self.compared(weighted, names):
             reduced: list[Gradient] = together(
                 [self.one(gradient, name) for gradient, name in zip(weighted, names, strict=True)]
@@ -184,7 +192,32 @@ class GradientReducer:
             return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
+def _values(gradient: Gradient) -> tf.Tensor:
+    """Its numbers: of a sparse one the rows."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
+    """A gradient with other numbers, dense or sparse as the given one is."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
 def together(tensors: Any) -> Any:
     """The same tensors, in any structure, none of which is there before all of them are."""
-    with tf.control_dependencies(tf.nest.flatten(tensors, expand_composites=True)):
+    with after(tensors):
         return tf.nest.map_structure(tf.identity, tensors, expand_composites=True)
+
+
+@contextmanager
+def after(tensors: Any) -> Iterator[None]:
+    """What is made inside, in a graph, runs when all of the tensors are there.
+
+    It waits for one operation, and that for the tensors: hundreds of operations that wait for hundreds of tensors each
+    would take longer than the reduction of a small model.
+    """
+    with tf.control_dependencies(tf.nest.flatten(tensors, expand_composites=True)):
+        arrived = tf.no_op()
+    with tf.control_dependencies([] if arrived is None else [arrived]):  # None in eager mode: they are there
+        yield

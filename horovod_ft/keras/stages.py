@@ -259,8 +259,8 @@ class Stages:
             logs = self._model.train_step(batch)
         self._check_graph(gradients, graph)
         gradients = self._probes.backward(gradients)
-        reduction = self.reduction
-        gradients = [reduction.reducer.weighted(reduction.reducer.prepared(gradient)) for gradient in gradients]
+        reducer = self.reduction.reducer
+        gradients = reducer.weighted([reducer.prepared(gradient) for gradient in gradients])
         return Local(self._summed(gradients, ends=ends), self._metrics.deltas(), before, logs)
 
     def _check(self, applied: Reduction) -> None:

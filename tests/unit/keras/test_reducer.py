@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Event
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -153,13 +154,51 @@ def test_nothing_goes_on_before_all_have_arrived(graph: bool) -> None:
     assert variable.numpy() == 0.0
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.5, 0.0])
+def test_a_gradient_is_reduced_while_the_next_one_is_computed(weight: float) -> None:
+    begun = Event()
+
+    class Noting(TwoWorkers):
+        def allreduce(self, tensor: Any, name: str, *given: Any) -> Any:
+            if name.endswith("first"):
+                tensor = tf.ensure_shape(tf.numpy_function(note, [tensor], tensor.dtype, stateful=False), tensor.shape)
+            return super().allreduce(tensor, name, *given)
+
+    def note(value: Any) -> Any:
+        begun.set()
+        return value
+
+    def computed(_: Any) -> Any:
+        return np.float32(begun.wait(10.0))
+
+    reducer = GradientReducer(operations=Noting())
+    reducer.set_weight(weight)
+
+    def run(first: Any) -> Any:
+        second = tf.ensure_shape(tf.numpy_function(computed, [first], tf.float32, stateful=False), [])
+        return second, reducer.reduce([first, second], ["first", "second"])
+
+    assert float(tf.function(run)(tf.constant(1.0))[0]) == 1.0
+
+
+def test_waiting_for_all_gradients_takes_few_edges() -> None:
+    """Each of n operations that waits for n others would be n * n: a step of a small model spends its time in them."""
+    many = 50
+
+    def run(*gradients: Any) -> Any:
+        return GradientReducer(operations=TwoWorkers()).reduce(gradients, [str(place) for place in range(many)])
+
+    nodes = tf.function(run).get_concrete_function(*[tf.constant(1.0)] * many).graph.as_graph_def().node
+    assert sum(name.startswith("^") for node in nodes for name in node.input) < 10 * many
+
+
 def test_a_step_that_xla_compiles_is_refused() -> None:
     reducer = GradientReducer()
     with pytest.raises(ConfigurationError, match="jit_compile=False"):
         tf.function(lambda x: reducer.reduce([x], ["a"]), jit_compile=True, autograph=False)(tf.constant(1.0))
 
 
-@pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3), (1,), (1, 1), (3, 1), (0,), (0, 2)])
 def test_horovods_operations_keep_the_shape(shape: tuple[int, ...]) -> None:
     run = tf.function(lambda x: HorovodOperations().allreduce(x, "x", hvd.Average, 1.0, 1.0))
     result = run(tf.ones(shape))
@@ -167,7 +206,7 @@ def test_horovods_operations_keep_the_shape(shape: tuple[int, ...]) -> None:
     assert (result.numpy() == 1.0).all()
 
 
-@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("shape", [(), (2,), (1,), (2, 3), (1, 1), (3, 1), (1, 3)])
 def test_horovods_operations_are_not_computed_while_the_graph_is_optimized(shape: tuple[int, ...]) -> None:
     def run() -> Any:
         return HorovodOperations().allreduce(tf.ones(shape) * 0.0, "x", hvd.Average, 1.0, 1.0) + 1.0
@@ -273,7 +312,8 @@ def test_rows_count_by_their_weight() -> None:
 
 def test_the_weight_one_changes_no_bit() -> None:
     value = tf.constant(np.array([0.1, 1e-40, -3e38], np.float32))
-    assert GradientReducer().weighted(value).numpy().tobytes() == value.numpy().tobytes()
+    (weighted,) = GradientReducer().weighted([value])
+    assert weighted.numpy().tobytes() == value.numpy().tobytes()
 
 
 def test_without_a_weight_nothing_is_added_whatever_the_gradient() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -34,12 +34,23 @@ PLAIN_DATA = (
     "hand once more, but the samples of a lost worker's share are not dealt out again, nor those that it would have had"
 )
 
+ONE_PLACE = (
+    "this fit goes on from step {step}, from the checkpoint in {place} that an earlier fit of this script has saved: "
+    "what comes before that is not trained. If it is a training of its own, give each fit a place of its own: "
+    "FaultToleranceCallback(checkpoint=...)"
+)
+
 
 class _Active:
-    """The callback of the ``fit`` that runs, and its epoch iterator. After an error, until another begins."""
+    """The callback of the ``fit`` that runs, and its epoch iterator. After an error, until another begins.
+
+    Attributes:
+        saved_in: where the fits of this process that have ended have left checkpoints.
+    """
 
     callback: FaultToleranceCallback | None = None
     iterator: weakref.ref[Any] | None = None
+    saved_in: ClassVar[set[str]] = set()
 
 
 class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -85,6 +96,7 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         self._states: CallbackStates | None = None
         self._writer = OneWriter(())
         self._kept: tuple[Any, Any] = (None, None)
+        self._saves_in: str | None = None
 
     @property
     def state(self) -> TensorFlowState | None:
@@ -153,8 +165,12 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         state.ft_update.use(stages)
         _Active.callback, _Active.iterator = self, weakref.ref(iterator)
         binding.riding = True
-        state.engine.start(*chosen(self._policy, self._place, runtime.settings))
+        policy, place = chosen(self._policy, self._place, runtime.settings)
+        state.engine.start(policy, place)
         state.engine.enter()
+        self._saves_in = None if place is None else str(place.url)
+        if state.steps and self._saves_in in _Active.saved_in:
+            warnings.warn(ONE_PLACE.format(step=state.steps, place=self._saves_in), stacklevel=2)
         self._states.open = False
         self._follow(state, dataset, iterator)
 
@@ -187,6 +203,8 @@ class FaultToleranceCallback(keras.callbacks.Callback):  # type: ignore[misc]  #
         while not self._state.engine.finished():
             self._state.engine.enter()
             self._feed.catch_up()
+        if self._saves_in is not None:
+            _Active.saved_in.add(self._saves_in)
         self.model.train_function, self.model._initial_epoch = self._kept
         self._stop()
 

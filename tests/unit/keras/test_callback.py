@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow
@@ -16,6 +17,7 @@ import horovod_ft.keras as hvd
 from horovod_ft import runtime
 from horovod_ft.data import EpochOrder
 from horovod_ft.errors import ConfigurationError, PolicyError
+from horovod_ft.keras import callback
 
 drawn = np.random.default_rng(7)
 X = drawn.normal(size=(20, 3)).astype(np.float32)
@@ -247,3 +249,38 @@ def test_outside_of_fit_it_is_refused() -> None:
     model = compiled()
     with pytest.raises(ConfigurationError, match=r"inside of model\.fit"):
         keras.callbacks.CallbackList([hvd.elastic.FaultToleranceCallback()], model=model).on_train_begin()
+
+
+def two_fits(places: list[Any], *, broken: bool = False, frozen: bool = True) -> tuple[Any, list[Any]]:
+    """Training in two phases, the first layer frozen in the second one. Returns the model and both histories."""
+
+    def die(epoch: int, logs: Any) -> None:
+        if broken and epoch == 1:
+            raise SystemExit(1)
+
+    model, histories = compiled(), []
+    for phase, place in enumerate(places):
+        model.layers[0].trainable = not (phase and frozen)
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), loss="mse")
+        callbacks = [hvd.elastic.FaultToleranceCallback(checkpoint=hvd.elastic.Checkpoints(place, every=1))]
+        if phase:
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=die))
+        histories.append(model.fit(dealt(), epochs=3, verbose=0, callbacks=callbacks))
+    return model, histories
+
+
+def test_a_second_fit_in_the_place_of_the_first_says_that_it_goes_on_from_that(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"from step 12, .* give each fit a place of its own"):
+        two_fits([tmp_path, tmp_path], frozen=False)
+
+
+def test_two_fits_with_a_place_each_go_on_where_the_script_was_cut_off(tmp_path: Path) -> None:
+    expected, told = two_fits([tmp_path / "whole 1", tmp_path / "whole 2"])
+    places = [tmp_path / "1", tmp_path / "2"]
+    with pytest.raises(SystemExit):
+        two_fits(places, broken=True)
+    callback._Active.saved_in.clear()  # as in a new process
+    model, histories = two_fits(places)
+    assert [history.history for history in histories] == [history.history for history in told]
+    for one, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)

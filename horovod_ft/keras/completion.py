@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from horovod_ft.agreement import Reach
 from horovod_ft.keras.arrivals import Arrivals, Place
+from horovod_ft.keras.reducer import values_of, with_values
 from horovod_ft.keras.stages import Local
 from horovod_ft.membership.base import Bytes, Collectives, Group
 from horovod_ft.policy import Forward
@@ -123,9 +124,8 @@ class Completion:
 
 
 def _times(gradient: Any, factor: float) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    values = values_of(gradient)
+    return with_values(gradient, values * tf.cast(factor, values.dtype))
 
 
 def _sent(places: Sequence[Place], have: Sequence[Any] | None, root: int, comm: Collectives) -> list[Any]:

@@ -47,7 +47,7 @@ class HorovodOperations:
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         rank = tensor.shape.rank
-        rows = tf.slice(tensor, tf.fill([rank], self._once("vector", [])[0] + 1), [-1] * rank)
+        rows = tf.slice(tensor, tf.fill([rank], self._zero()), [-1] * rank)
         with tf.name_scope(ROOT):
             gathered = mpi_ops.allgather(rows, name=f"HorovodAllgather.{name}", ignore_name_scope=True)
         return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
@@ -67,19 +67,23 @@ class HorovodOperations:
 
         The number of dimensions is always another one: TensorFlow takes out what leaves a shape as it was.
         """
-        vector = tensor.shape.rank == 1
-        return tf.reshape(tensor, self._once("column" if vector else "vector", [1] if vector else []))
+        return tf.reshape(tensor, self._any_length(1 if tensor.shape.rank == 1 else 0))
 
-    def _once(self, name: str, dimensions: list[int]) -> tf.Tensor:
-        """``[-1, *dimensions]``, computed when the graph runs, once in a graph: for each tensor it would take long."""
+    def _any_length(self, ones: int) -> tf.Tensor:
+        """A shape: -1, and so many ones. Made once in a graph: to make it for each tensor would take long."""
+        dimensions = [1] * ones
         if tf.executing_eagerly():
             return tf.constant([-1, *dimensions])
         graph = tf.compat.v1.get_default_graph()
-        kept = graph.get_collection_ref(f"horovod_ft.{name}")  # in a branch: begins with those of the graph around it
+        kept = graph.get_collection_ref(f"horovod_ft.shape.{ones}")  # in a branch: begins with those around it
         if not kept or kept[-1].graph is not graph:
             with tf.control_dependencies(None), tf.device("/CPU:0"):
-                kept.append(tf.stack([tf.minimum(self.size(), 0) - 1, *dimensions]))
+                kept.append(tf.stack([self._zero() - 1, *dimensions]))
         return kept[-1]
+
+    def _zero(self) -> tf.Tensor:
+        """It is computed when the graph runs."""
+        return tf.minimum(self.size(), 0)
 
 
 def _shaped_as(tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

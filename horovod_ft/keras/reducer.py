@@ -85,7 +85,7 @@ class GradientReducer:
     def weighted(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Local gradients that are prepared, times the present weight; None stays None."""
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        values = [_values(gradients[place]) for place in places]
+        values = [values_of(gradients[place]) for place in places]
         if not values:
             return list(gradients)
         weight = tf.convert_to_tensor(self._weight)
@@ -99,7 +99,7 @@ class GradientReducer:
         scaled = tf.cond(tf.equal(weight, 1.0), lambda: values, products)
         result = list(gradients)
         for place, value in zip(places, scaled, strict=True):
-            result[place] = _with_values(gradients[place], value)
+            result[place] = with_values(gradients[place], value)
         return result
 
     def reduce(self, gradients: Sequence[Gradient], names: Sequence[str], *, weigh: bool = True) -> list[Gradient]:
@@ -192,12 +192,12 @@ class GradientReducer:
             return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def _values(gradient: Gradient) -> tf.Tensor:
+def values_of(gradient: Gradient) -> tf.Tensor:
     """Its numbers: of a sparse one the rows."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
+def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
     """A gradient with other numbers, dense or sparse as the given one is."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -19,32 +19,34 @@ class Ahead:
     """Fetches in order.
 
     Args:
-        fetch: gives the batch of some sample ids; runs in a thread of its own.
         depth: so many batches are fetched ahead; 0: each is fetched when it is asked for, in the thread that asks.
     """
 
-    def __init__(self, fetch: Fetch, depth: int) -> None:
-        self._fetch = fetch
+    def __init__(self, depth: int) -> None:
         self._depth = depth
         self._pool = ThreadPoolExecutor(1, "horovod_ft-data") if depth else None
+        self._fetch: Fetch | None = None
         self._ordered: deque[tuple[Deal, Future[Any]]] = deque()
 
-    def batch(self, deal: Deal, following: Callable[[Deal], Deal | None]) -> Any:
+    def batch(self, deal: Deal, following: Callable[[Deal], Deal | None], fetch: Fetch) -> Any:
         """The batch of a deal. Blocks until it is there.
 
         Args:
             deal: that is to be trained on now.
             following: the deal after another one, as it would be for the present group; None at an epoch's end.
+            fetch: gives the batch of some sample ids; runs in a thread of its own. What another one was ordered from
+                is dropped.
 
         Raises:
             Exception: whatever fetching raises.
         """
         if self._pool is None:
-            return self._fetch(deal.ids)
-        if not (self._ordered and self._ordered[0][0].same_batch(deal)):
+            return fetch(deal.ids)
+        if not (self._ordered and self._ordered[0][0].same_batch(deal) and fetch == self._fetch):
             self.drop()
-            self._order(self._pool, deal)
-        self._fill(self._pool, following)
+            self._fetch = fetch
+            self._order(self._pool, deal, fetch)
+        self._fill(self._pool, following, fetch)
         try:
             return self._ordered.popleft()[1].result()
         except BaseException:
@@ -56,12 +58,12 @@ class Ahead:
         while self._ordered:
             self._ordered.popleft()[1].cancel()
 
-    def _fill(self, pool: ThreadPoolExecutor, following: Callable[[Deal], Deal | None]) -> None:
+    def _fill(self, pool: ThreadPoolExecutor, following: Callable[[Deal], Deal | None], fetch: Fetch) -> None:
         while len(self._ordered) <= self._depth:
             deal = following(self._ordered[-1][0])
             if deal is None:
                 return
-            self._order(pool, deal)
+            self._order(pool, deal, fetch)
 
-    def _order(self, pool: ThreadPoolExecutor, deal: Deal) -> None:
-        self._ordered.append((deal, pool.submit(self._fetch, deal.ids)))
+    def _order(self, pool: ThreadPoolExecutor, deal: Deal, fetch: Fetch) -> None:
+        self._ordered.append((deal, pool.submit(fetch, deal.ids)))

@@ -25,9 +25,9 @@ from horovod_ft.data import (
 )
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras import fit_hooks
-from horovod_ft.keras.ahead import Ahead
+from horovod_ft.keras.ahead import Ahead, Fetch
 from horovod_ft.keras.runtime import current
-from horovod_ft.keras.samples import Batch, samples_of
+from horovod_ft.keras.samples import Batch, as_tensors, samples_of
 
 
 class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
@@ -90,7 +90,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
         order = EpochOrder(self._samples.length, shuffle=shuffle, seed=seed)
         self.cursor = Cursor(order, batch, drop_last=drop_last)
         self.watcher: Watcher = Untracked(self.cursor)
-        self._ahead = Ahead(self._samples, prefetch)
+        self._ahead = Ahead(prefetch)
         fit_hooks.install()
         warn_about_idle_workers(batch, self._group().size)
 
@@ -104,11 +104,18 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
         Raises:
             StopIteration: the epoch is at its end.
         """
+        return self._next(self.fetch)
+
+    def next_tensors(self) -> Batch:
+        """As ``next_batch``, but tensors, as a training step takes them. They are made where the batch is fetched."""
+        return self._next(self._fetch_tensors)
+
+    def _next(self, fetch: Fetch) -> Batch:
         deal = self._deal()
         if deal is None:
             raise StopIteration
         self.watcher.taking()
-        batch: Batch = self._ahead.batch(deal, lambda one: self._deal(Place(one.epoch, one.stop)))
+        batch: Batch = self._ahead.batch(deal, lambda one: self._deal(Place(one.epoch, one.stop)), fetch)
         self.cursor.take(deal)
         self.watcher.taken(deal)
         return batch
@@ -132,6 +139,9 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has 
     def fetch(self, ids: Ids) -> Batch:
         """The batch of some samples, fetched in the thread that asks."""
         return self._samples(ids)
+
+    def _fetch_tensors(self, ids: Ids) -> Batch:
+        return as_tensors(self._samples(ids))
 
     def _deal(self, after: Place | None = None) -> Deal | None:
         group = self._group()

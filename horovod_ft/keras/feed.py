@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 from horovod_ft.errors import RecoveryError
 from horovod_ft.keras.metric_sums import totals
 from horovod_ft.keras.parts import rates_of, read
 from horovod_ft.keras.runtime import current
+from horovod_ft.keras.samples import as_tensors
 from horovod_ft.recovery import Restarted
 
 #: Batches of an epoch as Keras counts them: the first, the last, and what they are taken from.
@@ -40,7 +39,11 @@ class Source(Protocol):
         """
 
     def next(self, at: Position) -> Any:
-        """The batch at a position: epoch, and batch in it. Raises StopIteration if that epoch has none there."""
+        """The batch at a position, epoch and batch in it, as a training step takes it.
+
+        Raises:
+            StopIteration: that epoch has none there.
+        """
 
 
 class DatasetSource:
@@ -61,9 +64,9 @@ class DatasetSource:
             yield begin, begin + length - 1
 
     def next(self, at: Position) -> Any:
-        batch = self._dataset.next_batch()
-        weighted = getattr(self._adapter, "class_weight", None) is not None
-        return self._adapter._standardize_batch(tuple(map(np.asarray, batch))) if weighted else batch
+        if getattr(self._adapter, "class_weight", None) is None:
+            return self._dataset.next_tensors()
+        return as_tensors(self._adapter._standardize_batch(tuple(map(np.asarray, self._dataset.next_batch()))))
 
 
 class PlainSource:
@@ -101,7 +104,7 @@ class PlainSource:
                     "training has gone back to a checkpoint, but the batches since then are not there any more: give "
                     "model.fit() an ElasticDataset, or start the job again"
                 )
-            self._kept[at] = next(self._iterator)
+            self._kept[at] = as_tensors(next(self._iterator))
             self._newest = at
         return self._kept[at]
 
@@ -256,7 +259,7 @@ class Feed:
             return True
         self._logs = None
         with state.step():
-            self._logs = state.ft_update.train(as_tensors(batch))
+            self._logs = state.ft_update.train(batch)
             state.batch += 1
         return True
 
@@ -272,16 +275,3 @@ class Feed:
 
 def _is_number(value: Any) -> bool:
     return getattr(value, "ndim", 0) == 0 and not isinstance(value, str | dict | list | tuple | None)
-
-
-def as_tensors(batch: Any) -> Any:
-    """A batch as a training step takes it: tensors, and None for what is left out."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return tf.constant(value)
-        if value is None or isinstance(value, tf.experimental.Optional):
-            return None
-        return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
-
-    return keras.tree.map_structure(one, batch)  # in half the time of TensorFlow's, in each step

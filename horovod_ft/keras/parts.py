@@ -47,6 +47,31 @@ class Variables(Remembered):
             variable.assign(item)
 
 
+class Known:
+    """Variables that are looked for again only when there may be others: to walk through a model takes time.
+
+    Args:
+        look: finds them.
+        made: a number that changes when there may be others; 0: they have to be looked for each time.
+    """
+
+    def __init__(self, look: Callable[[], list[Any]], made: Callable[[], int]) -> None:
+        self._look = look
+        self._made = made
+        self._at = 0
+        self._found: list[Any] = []
+
+    def __call__(self) -> list[Any]:
+        made = self._made()
+        if not made or made != self._at:
+            self._at, self._found = made, self._look()
+        return self._found
+
+    def forget(self) -> None:
+        """There may be others."""
+        self._at = 0
+
+
 def read(variable: Any) -> tf.Tensor:
     """The present value of a variable of Keras or of TensorFlow, in eager mode.
 

@@ -25,6 +25,7 @@ from horovod_ft.keras.parts import (
     METRICS,
     RANDOM,
     RATES,
+    Known,
     RandomState,
     Variables,
     generators_of,
@@ -79,9 +80,9 @@ class TensorFlowState(State):  # type: ignore[misc]
         self._replica = TensorFlowReplica(lambda: self._of("model"), lambda: self._of("optimizer"))
         self.ft_metrics = MetricSums(self._metrics_variables)
         self.ft_update = Update(lambda: self._of("optimizer").values())
-        self._local_made = 0
-        self._local_found: list[Any] = []
-        self._metrics_part = Variables(self._metrics_variables, replicated=True)
+        self._local = Known(self._replica.local, self._made)
+        self._metrics = Known(self._metrics_variables, self._made)
+        self._metrics_part = Variables(self._metrics, replicated=True)
         parts = self._parts()
         self._committer = Committer(list(parts.values()))
         self._durable = TensorFlowDurable(self._replica, self._committer, parts)
@@ -234,7 +235,8 @@ class TensorFlowState(State):  # type: ignore[misc]
     # --- what ``fit`` needs ------------------------------------------------------------------------------------------
 
     def ft_metrics_values(self) -> list[Any]:
-        """The present values of the metrics' variables."""
+        """The present values of the metrics' variables. A validation may have made some."""
+        self._metrics.forget()
         return self._metrics_part.export()
 
     def ft_set_metrics(self, values: list[Any]) -> None:
@@ -274,13 +276,10 @@ class TensorFlowState(State):  # type: ignore[misc]
             cursor = dataset.cursor
             current().ledger.describe(length=cursor.order.length, drop_last=cursor.drop_last)
 
-    def _local(self) -> list[Any]:
-        """Variables of which each worker has its own. Looked for again when there may be others: that takes time."""
+    def _made(self) -> int:
+        """How many graphs of steps there are; 0 if steps may make variables without one."""
         stages = self.ft_update.stages
-        made = 0 if stages is None else stages.made
-        if not made or made != self._local_made:
-            self._local_made, self._local_found = made, self._replica.local()
-        return self._local_found
+        return 0 if stages is None else stages.made
 
     def _rates(self) -> list[Any]:
         return [rate for optimizer in self._of("optimizer").values() for rate in rates_of(optimizer)]

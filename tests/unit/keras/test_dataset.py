@@ -18,6 +18,7 @@ from horovod_ft.data import Deal, EpochOrder, Watcher
 from horovod_ft.errors import ConfigurationError
 from horovod_ft.keras import dataset as module
 from horovod_ft.keras.dataset import ElasticDataset
+from horovod_ft.keras.samples import as_tensors
 from horovod_ft.membership.base import Group
 
 NUMBERS = np.arange(20)
@@ -196,6 +197,39 @@ def test_an_error_of_a_function_is_that_of_its_batch_which_can_be_had_again(seat
     with pytest.raises(OSError, match="disk"):
         dataset.next_batch()
     assert ids(dataset) == [[6, 7, 8, 9, 10, 11]]
+
+
+def test_a_batch_becomes_tensors_and_what_is_left_out_stays_so() -> None:
+    x, y, weights = as_tensors(({"a": np.ones((2, 3), np.float32), "b": [1, 2]}, np.array([1, 2]), None))
+    assert (x["a"].dtype.name, x["a"].shape.as_list(), y.numpy().tolist()) == ("float32", [2, 3], [1, 2])
+    assert weights is None
+
+
+def test_tensors_are_made_in_the_thread_that_fetches(seats: Seats) -> None:
+    made: list[tuple[int, str]] = []
+
+    def spy(batch: Any) -> Any:
+        made.append((int(batch[0][0]), threading.current_thread().name))
+        return as_tensors(batch)
+
+    dataset = seats.dataset(np.arange(12), np.arange(12) * 10, global_batch_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "as_tensors", spy)
+        for first in (0, 2):
+            inputs, targets = dataset.next_tensors()
+            assert tf.is_tensor(inputs)
+            assert tf.is_tensor(targets)
+            assert inputs.numpy().tolist() == [first, first + 1]
+            assert targets.numpy().tolist() == [first * 10, first * 10 + 10]
+    assert made[:2] == [(0, made[0][1]), (2, made[0][1])]
+    assert threading.current_thread().name != made[0][1]
+
+
+def test_tensors_that_were_fetched_ahead_are_not_given_to_who_asks_for_arrays(seats: Seats) -> None:
+    dataset = seats.dataset(np.arange(12), global_batch_size=2)
+    kinds = [tf.is_tensor(ask()[0]) for ask in (dataset.next_tensors, dataset.next_batch, dataset.next_tensors)]
+    assert kinds == [True, False, True]
+    assert ids(dataset) == [[6, 7], [8, 9], [10, 11]]
 
 
 # --- when the group changes ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from horovod_ft.errors import RecoveryError
 from horovod_ft.keras import feed as module
-from horovod_ft.keras.feed import Feed, PlainSource, Position, as_tensors
+from horovod_ft.keras.feed import Feed, PlainSource, Position
 from horovod_ft.recovery import Restarted
 
 BATCHES = 4
@@ -94,7 +94,7 @@ class Positions:
     def next(self, at: Position) -> Any:
         if at[1] >= BATCHES:
             raise StopIteration
-        return np.array(at)
+        return tf.constant(at)
 
 
 class Model:
@@ -367,9 +367,3 @@ def test_where_all_logs_are_those_of_all_there_is_nothing_to_agree_on() -> None:
     rig.feed.begin_epoch(0)
     rig.feed.agree(0, {"loss": 3.0})
     assert (rig.state.told, rig.state.steps) == (0, 0)
-
-
-def test_a_batch_becomes_tensors_and_what_is_left_out_stays_so() -> None:
-    x, y, weights = as_tensors(({"a": np.ones((2, 3), np.float32), "b": [1, 2]}, np.array([1, 2]), None))
-    assert (x["a"].dtype.name, x["a"].shape.as_list(), y.numpy().tolist()) == ("float32", [2, 3], [1, 2])
-    assert weights is None

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_ft.keras.parts import (
+    Known,
     RandomState,
     Variables,
     generators_of,
@@ -35,6 +36,40 @@ def _random() -> Iterator[None]:
 def model() -> Any:
     layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
     return keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
+
+
+class Looks:
+    """Finds other variables each time, and says how many graphs there are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.made = 0
+        self.known = Known(self._look, lambda: self.made)
+
+    def _look(self) -> list[int]:
+        self.count += 1
+        return [self.count]
+
+
+def test_variables_are_looked_for_each_time_while_there_is_no_graph() -> None:
+    looks = Looks()
+    assert [looks.known() for _ in range(3)] == [[1], [2], [3]]
+
+
+def test_variables_are_looked_for_again_only_with_another_graph() -> None:
+    looks = Looks()
+    found = []
+    for looks.made in (0, 1, 1, 2, 2, 0, 2):
+        found += looks.known()
+    assert found == [1, 2, 2, 3, 3, 4, 5]
+
+
+def test_variables_are_looked_for_again_when_told() -> None:
+    looks = Looks()
+    looks.made = 1
+    assert [looks.known(), looks.known()] == [[1], [1]]
+    looks.known.forget()
+    assert [looks.known(), looks.known()] == [[2], [2]]
 
 
 @pytest.mark.parametrize("make", [keras.Variable, tf.Variable])
